@@ -262,7 +262,7 @@ $(PROMPTFOO)/.installed: tests/http/callers/promptfoo/package.json tests/http/ca
 	$(call install_node_packages,promptfoo into $(PROMPTFOO) (0.3 GB))
 
 $(DYNAMO)/.installed: tests/http/callers/dynamo/requirements.txt | $(STAMP)
-	@echo "==> installing Dynamo's router into $(DYNAMO) (0.3 GB)"; rm -rf $(DYNAMO)
+	@echo "==> installing Dynamo into $(DYNAMO) (0.3 GB)"; rm -rf $(DYNAMO)
 	@$(BIN)/python -m venv $(DYNAMO)
 	@$(DYNAMO)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps --requirement $<
 	@touch $@

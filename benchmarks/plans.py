@@ -9,7 +9,7 @@ all tables. The second has published figures of other engines on TPUs beside wha
 the same lengths, rows and tokens a step, and the memory of the plan that was recorded for the slice. The third has
 figures for devices and formats that no plan was recorded for: sizes follow from the config, and programs take
 `PROGRAM_BYTES`. It also states how fast steps have to be for `GOAL` times the figure. The fourth has DeepSeek-V3 with
-tensor-parallel and with data-parallel attention, and published figures per device.
+tensor-parallel and with data-parallel attention, and published figures per device. All tables are printed, too.
 """
 
 from __future__ import annotations
@@ -160,6 +160,7 @@ ANCHORS = (
     Anchor("qwen3-8b", "v6e:2x2", SequenceLengths(1024, 1024), 64, 2048, 5296.60, f"{_SGLANG_JAX}, 64 clients"),
     Anchor("qwen3-8b", "v6e:2x2", SequenceLengths(1024, 1024), 256, 2048, 7571.84, f"{_SGLANG_JAX}, 256 clients"),
     Anchor("qwen3-32b", "v6e:2x2", SequenceLengths(1024, 1024), 256, 2048, 2123.0, f"{_SGLANG_JAX}, 256 clients"),
+    Anchor("llama-3.1-70b", "v6e:4x4", SequenceLengths(506, 524), 16, 2048, 882.17, f"{_SGLANG_JAX}, 16 clients"),
     *(
         Anchor(
             *("llama-3.1-8b", "h100", SequenceLengths(778, 73), 512, 2048, tokens_per_s, f"{_RED_HAT}, {scenario}"),
@@ -265,7 +266,8 @@ class Wide:
 
 _GPUSTACK = "gpustack/gpustack, docs/performance-lab/deepseek-r1/h200.md (a5c9faf): SGLang 0.5.3 with dp-attention"
 _VLLM_WIDE = "vLLM blog, 2025-12-17: 2.2k tokens/s per H200, wide EP over InfiniBand, prefill apart"
-_SHARE_GPT, _CHAT = SequenceLengths(219, 201), SequenceLengths(1024, 1024)
+_V6E_64 = "sgl-project/sglang-jax 0.1.0, docs/cookbook (047fbd7): 249 tokens/s of 64 chips, 16 clients"
+_SHARE_GPT, _CHAT, _RANDOM = SequenceLengths(219, 201), SequenceLengths(1024, 1024), SequenceLengths(465, 479)
 WIDE = (
     Wide("h200:8", _SHARE_GPT, 1000, 2048, False),
     Wide("h200:8", _SHARE_GPT, 1000, 2048, True, 3414.99 / 8, _GPUSTACK),
@@ -275,6 +277,8 @@ WIDE = (
     Wide("h200:16", _CHAT, 4096, 4096, True, 2200.0, _VLLM_WIDE),
     Wide("v6e:8x8", _CHAT, 4096, 4096, False),
     Wide("v6e:8x8", _CHAT, 4096, 4096, True),
+    Wide("v6e:8x8", _RANDOM, 16, 1024, False),
+    Wide("v6e:8x8", _RANDOM, 16, 1024, True, 249.24 / 64, _V6E_64),
 )
 """The first figure is of a burst of 1000 requests, its beginning and end included; the second of decoding alone."""
 
@@ -301,7 +305,7 @@ def wide_table(plans: Sequence[Mapping[str, Any]]) -> str:
             f"{one['sent_bytes'] / 2**20:.0f} MiB",
             f"{one['decode_tokens_per_s_of_device']:.0f}",
             f"{one['tokens_per_s_of_device']:.0f}",
-            "-" if published is None else f"{published:.0f}",
+            "-" if published is None else f"{published:.{0 if published >= 10 else 1}f}",
             one["source"] or "-",
         ]
         rows.append(f"| {' | '.join(cells)} |")
@@ -514,11 +518,13 @@ def anchors_table(anchors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(plans: Sequence[Mapping[str, Any]]) -> None:
-    """Records plans and anchors, and writes the tables between their marks on the page."""
+    """Record plans and anchors; write the tables between their marks on the page, and print them."""
     anchors, wide = [anchor_record(anchor) for anchor in ANCHORS], [one.record() for one in WIDE]
     save("plans", "python -m benchmarks.plans", {"plans": plans, "anchors": anchors, "wide": wide})
     tables = {"plans": table(plans), "published": published_table(plans), "anchors": anchors_table(anchors)}
-    put_on_page({**tables, "wide": wide_table(wide)})
+    tables["wide"] = wide_table(wide)
+    put_on_page(tables)
+    print("\n\n".join(tables.values()))
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ without the weights. Where that is less than two of the model's longest sequence
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
 `+ep` has whole experts on each device, and `+dp` the attention of its own sequences, too
-(`deepseek-v2-lite+dp@v6e:2x2#forward[64]`).
+(`deepseek-v2-lite+dp@v6e:2x2#forward[64]`). Steps have up to 512 tokens, or those of the cell's largest forward.
 
 A ring over n devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`). An exchange
 takes those bytes at the plan's rate of the links, and the plan's hops once. While it is in flight, the device runs the
@@ -200,7 +200,9 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     config = KNOWN_MODELS[match["model"]].config
     if (form := match["format"]) is not None:
         config = dataclasses.replace(config, quantization=Quantization(form, FORMATS[form]))
+    sizes = [OPTIONS["max_num_batched_tokens"], *map(int, re.findall(r"forward\[(\d+)\]", match["programs"]))]
     own: dict[str, Any] = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
+    own["max_num_batched_tokens"] = max(sizes)
     if match["parallel"] is not None:
         config = with_parallel_experts(config)
         own["enable_expert_parallel"] = True

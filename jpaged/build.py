@@ -34,7 +34,7 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head
+from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head, read_mtp
 from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
@@ -61,6 +61,7 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
+from jpaged.models.eagle import mtp_config
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
@@ -666,10 +667,12 @@ def _draft(
         InvalidArgument: it cannot be found or read, or its tokens differ from the model's.
         Unsupported: its kind is not supported.
     """
-    field, given = f"{SPECULATIVE}.model", options.model
-    speculation = options.speculation
-    if speculation is None or not options.has_draft or speculation.model is None:
+    given, speculation = options.model, options.speculation
+    if speculation is None or not options.has_draft:
         return None
+    if speculation.model is None:
+        return _mtp(source, model, options, where, progress)
+    field = f"{SPECULATIVE}.model"
     try:
         if options.has_head:
             folder = find_folder(speculation.model, download_dir=given.download_dir, token=given.hf_token)
@@ -686,6 +689,24 @@ def _draft(
     except Unsupported as error:
         raise Unsupported(f"{field}: {error}") from error
     progress(f"draft model {found.name}", 1, 1)
+    return draft, params
+
+
+def _mtp(
+    source: ModelSource, model: Model, options: EngineConfig, where: MeshPlacement, progress: Progress
+) -> tuple[Model, Params]:
+    """Return the MTP layer in a model's checkpoint, with its parameters; see `_draft`."""
+    field = f"{SPECULATIVE}.method"
+    try:
+        is_random = options.model.load_format == "dummy"
+        config = mtp_config(model.config) if is_random else read_mtp(source.folder, model.config)
+        draft = Model(config, model.dtype)
+        params = _load(draft, source, options, MeshPlacement.of(draft, where.mesh), progress)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, f"mtp: {error}") from error
+    except Unsupported as error:
+        raise Unsupported(f"{field}: mtp: {error}") from error
+    progress("MTP layer", 1, 1)
     return draft, params
 
 

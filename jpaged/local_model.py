@@ -24,7 +24,7 @@ from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names
+from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
@@ -444,6 +444,9 @@ class LocalModel:
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
+            if prompt.messages is not None:  # as rendered by the chat template
+                text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+                request = replace(request, prompt=text)
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
@@ -702,10 +705,10 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
         InvalidArgument: an option is invalid, or one of vLLM that is not supported; names it.
     """
     options = {name: value for name, value in given.items() if value is not None}
-    from jpaged.cli.vllm_flags import translate_options  # the table of vLLM's flags
+    from jpaged.cli.vllm_flags import describe_variables, translate_options  # the tables of vLLM's names
 
     options, notes = translate_options(options)
-    for note in notes:
+    for note in (*notes, *describe_variables(vllm_environment())):
         _LOG.info("%s", note)
     return options
 

@@ -111,6 +111,7 @@ ROWS: Mapping[str, Mapping[str, Neutral]] = {
         **dict.fromkeys(("system", "template"), only("")),
         "options": only({}),
     },
+    "/api/pull": {**EVERYWHERE, "insecure": hint(bool), **dict.fromkeys(("username", "password"), hint(str))},
 }
 """Fields that have no effect, by path, with the values that pass; `options.x` is a key of `options`."""
 _OF_TEXTS = {
@@ -452,7 +453,16 @@ def parse_show_request(given: Mapping[str, Any]) -> str:
     Raises:
         InvalidArgument: it is missing, or a field is unknown.
     """
-    body = own_fields(ROWS["/api/show"], given, {"model", "name"})
+    return _model_in(own_fields(ROWS["/api/show"], given, {"model", "name"}))
+
+
+def parse_pull_request(given: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the name of the model in a body of /api/pull, and whether to stream; raise as `parse_show_request`."""
+    body = own_fields(ROWS["/api/pull"], given, {"model", "name", "stream"})
+    return _model_in(body), flag_in(body, "stream", default=True)
+
+
+def _model_in(body: Mapping[str, Any]) -> str:
     name = name_in(body, "model") or name_in(body, "name")
     if not name:
         raise InvalidArgument("model", "is missing or empty")

@@ -362,6 +362,7 @@ def test_speculation_that_cannot_be_is_refused(value, field, problem):
 
 DISK = {"kv_disk_space": 1.0, "kv_disk_dir": "/kv"}
 EAGLE3 = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize(
@@ -485,8 +486,9 @@ def test_a_connector_is_of_one_process():
 def test_a_head_sees_each_token_once():
     """The model runs one step at a time, and no block leaves for the host."""
     for options in ({}, {"num_scheduler_steps": -1, "swap_space": 0.0}, {"num_scheduler_steps": 1, "swap_space": 1.0}):
-        found = EngineConfig.load({"speculative_config": EAGLE3, **options})
-        assert (found.scheduler.num_scheduler_steps, found.cache.swap_space) == (1, 0.0)
+        for head in (EAGLE3, MTP):
+            found = EngineConfig.load({"speculative_config": head, **options})
+            assert (found.scheduler.num_scheduler_steps, found.cache.swap_space) == (1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -498,6 +500,8 @@ def test_a_head_sees_each_token_once():
         ({"kv_transfer_config": CONNECTOR}, "kv_transfer_config must be unset"),
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
         ({"enable_lora": True}, "eagle3 does not support adapters"),
+        ({"speculative_config": MTP, "swap_space": 2.0}, "mtp needs the hidden states of every token"),
+        ({"speculative_config": MTP, "tensor_parallel_size": 2}, "mtp runs on one device; tensor_parallel_size is 2"),
     ],
 )
 def test_what_does_not_go_with_a_head_is_refused(options, problem):

@@ -1,12 +1,13 @@
-"""The tables of docs/from_vllm.md: `python -m docs.site.vllm_flags` writes them."""
+"""The tables of flags and variables in docs/from_vllm.md: `python -m docs.site.vllm_flags` writes them."""
 
 from collections.abc import Iterator
 
 from docs.site.links import ROOT
-from jpaged.cli.vllm_flags import VllmFlag, read_flags
+from jpaged.cli.vllm_flags import VllmFlag, read_flags, read_variables
 
 PAGE = ROOT / "docs" / "from_vllm.md"
 BEGIN, END = "<!-- flags: python -m docs.site.vllm_flags -->\n", "<!-- end of flags -->\n"
+BEGIN_VARIABLES, END_VARIABLES = "<!-- variables: python -m docs.site.vllm_flags -->\n", "<!-- end of variables -->\n"
 
 
 def tables() -> str:
@@ -33,6 +34,19 @@ def _lines() -> Iterator[str]:
             for (reason, option), rows in groups.items():
                 names = ", ".join(_names(flag) + _accepted(flag) for flag in rows)
                 yield f"| {names} | {_cell(reason)} | {f'`{option}`' if option else ''} |"
+
+
+_EFFECTS = {"alias": "sets the option", "unnecessary": "no effect", "unsupported": "not read"}
+
+
+def variables() -> str:
+    """Return the table of every environment variable as Markdown, those that set options first."""
+    rows = sorted(read_variables(), key=lambda row: [*_EFFECTS].index(row.outcome))
+    lines = ["| variables | here | reason | see |", "|---|---|---|---|"]
+    for row in rows:
+        names, option = ", ".join(f"`{name}`" for name in row.names), f"`{row.option}`" if row.option else ""
+        lines.append(f"| {names} | {_EFFECTS[row.outcome]} | {_cell(row.reason)} | {option} |")
+    return "\n".join(lines) + "\n"
 
 
 _TITLES = {
@@ -68,7 +82,9 @@ def _cell(text: str) -> str:
 def page() -> str:
     """Return docs/from_vllm.md with current tables."""
     text = PAGE.read_text(encoding="utf-8")
-    return text.partition(BEGIN)[0] + BEGIN + tables() + "\n" + END + text.partition(END)[2]
+    for begin, content, end in ((BEGIN, tables(), END), (BEGIN_VARIABLES, "\n" + variables(), END_VARIABLES)):
+        text = text.partition(begin)[0] + begin + content + "\n" + end + text.partition(end)[2]
+    return text
 
 
 if __name__ == "__main__":

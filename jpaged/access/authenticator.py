@@ -277,6 +277,7 @@ HTTP: Final[dict[tuple[str, str], Permission]] = {
     ("GET", "/api/tags"): _OBSERVE,
     ("GET", "/api/ps"): _OBSERVE,
     ("POST", "/api/show"): _OBSERVE,
+    ("POST", "/api/pull"): _OBSERVE,
     ("GET", "/api/version"): _FACTS,
     ("GET", "/v1/files"): _INFERENCE,
     ("POST", "/v1/files"): _INFERENCE,

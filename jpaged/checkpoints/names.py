@@ -36,7 +36,7 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
     prefix = _prefix(family, names)
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
-        for index, kind in enumerate(config.layer_kinds)
+        for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
     outer = family.outer_leaves(config, prefix)
     if config.tie_word_embeddings and family.lm_head in names:

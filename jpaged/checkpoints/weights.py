@@ -35,7 +35,7 @@ from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_p
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
-from jpaged.models.eagle import EagleConfig
+from jpaged.models.eagle import EagleConfig, mtp_config
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
@@ -282,6 +282,24 @@ def read_head(folder: Path) -> EagleConfig:
     config = head_from_hf(read_json(folder / CONFIG_FILE))
     with open_tensors(folder) as tensors:
         return config.stored_as(tensors.names)
+
+
+def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
+    """Return the config of the MTP layer in a model's checkpoint.
+
+    Raises:
+        InvalidArgument: the checkpoint has no tensors of an MTP layer.
+        Unsupported: the model's family has no MTP layers, or they are not supported.
+    """
+    config = mtp_config(model)
+    with open_tensors(folder) as tensors:
+        leaves = model_leaves(config, tensors.names)
+        wanted = next(name for leaf in leaves.outer if leaf.path[0] == "eh_proj" for name, _ in leaf.tensors)
+        if wanted not in tensors.names:
+            raise InvalidArgument(
+                "checkpoint", f"{folder} has no MTP layer: tensor {wanted} is missing; transformers does not save it"
+            )
+    return config
 
 
 def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | None) -> None:

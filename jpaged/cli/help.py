@@ -100,8 +100,9 @@ class LateParser(argparse.ArgumentParser):
         is_help = any(word.partition("=")[0] in ("-h", "--help") for word in words)
         if has_engine_options(self) and not is_help:
             from jpaged.cli.vllm_flags import translate  # imports the configuration
+            from jpaged.config import vllm_environment
 
-            words, notes = translate(self, words)
+            words, notes = translate(self, words, vllm_environment())
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             from jpaged.cli.vllm_flags import suggest

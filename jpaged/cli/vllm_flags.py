@@ -13,12 +13,16 @@
     values     same: GIVEN=OURS, an empty OURS drops the flag; unsupported: values, or keys of JSON, without an effect
     reason     reason, or difference
     version    version of vLLM in which the flag was read, or `older`
+
+`vllm_variables.tsv` has the environment variables of vLLM in the same way: names or patterns with `*`, of which the
+first that matches counts, and the outcomes alias, unnecessary and unsupported.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import fnmatch
 import functools
 import json
 import re
@@ -34,6 +38,7 @@ from jpaged.config.option import is_json
 from jpaged.errors import InvalidArgument, describe_error
 
 TABLE = Path(__file__).with_suffix(".tsv")
+VARIABLES = TABLE.with_name("vllm_variables.tsv")
 VERSION = "0.33"
 """Version of vLLM whose flags the table has completely."""
 Outcome = Literal["same", "alias", "unnecessary", "unsupported"]
@@ -41,6 +46,10 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _COORDINATOR = {"--master-addr": "127.0.0.1", "--master-port": "29501", "--nnodes": "1", "--node-rank": "0"}
 """Flags of several hosts and vLLM's defaults."""
+_OFF = ("", "0", "false", "none")
+"""Values of environment variables that turn a feature off, in lower case."""
+_EXCLUDED_BY = {"--api-key": "--api-keys"}
+"""Options that replace a variable in addition to its own."""
 _FURTHER = {"--served-model-name": "--served-model-aliases"}
 """Options for the second and later values of a list."""
 _EVENTS = {
@@ -101,19 +110,100 @@ def find_flag(word: str) -> VllmFlag | None:
     return found
 
 
-def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+class VllmVariable(NamedTuple):
+    """A row of the table of environment variables."""
+
+    names: tuple[str, ...]
+    outcome: Outcome
+    option: str
+    reason: str
+    version: str
+
+
+@functools.cache
+def read_variables() -> tuple[VllmVariable, ...]:
+    """Return the rows of the table of environment variables."""
+    rows = (line.split("\t") for line in VARIABLES.read_text(encoding="utf-8").splitlines()[1:])
+    return tuple(
+        VllmVariable(tuple(names.split()), OUTCOMES[OUTCOMES.index(outcome)], *rest) for names, outcome, *rest in rows
+    )
+
+
+def find_variable(name: str) -> VllmVariable | None:
+    """Return the row of an environment variable: its own, or that of the first pattern; None if there is none."""
+    rows = read_variables()
+    own = next((row for row in rows if name in row.names), None)
+    return own or next((row for row in rows if any(fnmatch.fnmatchcase(name, one) for one in row.names)), None)
+
+
+def describe_variables(variables: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason for which environment variables of vLLM are not read, and one for unknown ones.
+
+    Variables that become options, and those that turn an unsupported feature off, are left out.
+    """
+    groups: dict[VllmVariable | None, list[str]] = {}
+    for name, value in sorted(variables.items()):
+        row = find_variable(name)
+        is_off = row is not None and row.outcome == "unsupported" and value.strip().lower() in _OFF
+        if not is_off and (row is None or row.outcome != "alias"):
+            groups.setdefault(row, []).append(name)
+    notes = []
+    for row, names in groups.items():
+        if row is None:
+            known = [name for one in read_variables() for name in one.names]
+            similar = [match for name in names for match in difflib.get_close_matches(name, known, 1, 0.8)]
+            hint = f"; did you mean {', '.join(dict.fromkeys(similar))}?" if similar else ""
+            notes.append(f"not read, and no variables of vLLM {VERSION}: {', '.join(names)}{hint}")
+        elif row.outcome == "unsupported":
+            nearest = f"; use {row.option}" if row.option else ""
+            notes.append(f"{', '.join(names)}: not read: {row.reason}{nearest}")
+        else:
+            notes.append(f"{', '.join(names)}: no effect: {row.reason}")
+    return notes
+
+
+def _words_of_variables(
+    parser: argparse.ArgumentParser, variables: Mapping[str, str], options: set[str]
+) -> tuple[list[str], list[str]]:
+    """Return the options that environment variables set, unless they are set otherwise, and a line for each."""
+    words, notes, native = list[str](), list[str](), parser._option_string_actions
+    for name, value in sorted(variables.items()):
+        row = find_variable(name)
+        if row is None or row.outcome != "alias" or row.option not in native or not value.strip():
+            continue
+        others = [native[one].dest for one in (row.option, _EXCLUDED_BY.get(row.option, row.option))]
+        if options.isdisjoint(others):
+            words.append(f"{row.option}={value.strip()}")
+            notes.append(f"{name} is {row.option} here")
+    return words, notes
+
+
+def translate(
+    parser: argparse.ArgumentParser, words: Sequence[str], variables: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
     """Replace vLLM's flags by the options of a command, and --config by the options in the file.
 
+    Args:
+        variables: environment variables of vLLM; options of the command line and of the file override them.
+
     Returns:
-        The words for the parser, and a line for each flag that was replaced or dropped.
+        The words for the parser, and a line for each flag that was replaced or dropped, and for variables.
 
     Raises:
         InvalidArgument: a flag has no value, or would need what jpaged does not have; names it and the reason.
     """
     translation = _Translation(parser, words)
     translation.run()
+    found, notes = _with_file(parser, translation)
+    further, of_variables = _words_of_variables(parser, variables or {}, translation.options(found))
+    notes += [*of_variables, *describe_variables(variables or {})]
+    return [*further, *found], list(dict.fromkeys(notes))
+
+
+def _with_file(parser: argparse.ArgumentParser, translation: _Translation) -> tuple[list[str], list[str]]:
+    """Return the words of a command line with its file of options, and the lines about both."""
     if translation.config_file is None:
-        return translation.finish(), list(dict.fromkeys(translation.notes))
+        return translation.finish(), translation.notes
     path, left_out = Path(translation.config_file), list[str]()
     try:
         filed = _Translation(parser, (), is_file=True)
@@ -126,7 +216,7 @@ def translate(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[li
         raise InvalidArgument(f"{path}: {error.field}", error.problem) from None
     own = translation.finish(filed.json_keys)
     notes = [*translation.notes, *(f"{path}: {note}" for note in (*left_out, *filed.notes))]
-    return [*_without(parser, of_file, translation.options(own)), *own], list(dict.fromkeys(notes))
+    return [*_without(parser, of_file, translation.options(own)), *own], notes
 
 
 _Values = str | int | float | bool | list[Any] | dict[str, Any] | None
@@ -387,12 +477,19 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], *, has_vllm_f
     if has_vllm_flags:
         for flag in read_flags():
             known.setdefault(flag.name, flag.option.lstrip("!") if flag.outcome == "alias" else flag.name)
-    found = []
+    found, aliases = [], [name for name, option in known.items() if name != option]
     for word in words:
         name = word.partition("=")[0]
-        if name.startswith("--"):
-            found += [known[match] for match in difflib.get_close_matches(name, known, 1, 0.7)]
-    return f"did you mean {', '.join(dict.fromkeys(found))}?" if found else ""
+        if not name.startswith("--"):
+            continue
+        short = find_flag(name[1:]) if has_vllm_flags else None  # --tp for -tp
+        longer = [one for one in (*parser._option_string_actions, *aliases) if len(name) > 5 and one.startswith(name)]
+        if short is not None:
+            found.append(short.name)
+        else:
+            found += difflib.get_close_matches(name, longer or known, 1, 0 if longer else 0.7)
+    named = dict.fromkeys(known.get(one, one) for one in found)
+    return f"did you mean {', '.join(named)}?" if named else ""
 
 
 class _Translation:

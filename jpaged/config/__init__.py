@@ -31,6 +31,7 @@ from jpaged.config.engine_config import (
     set_gpu_memory_share,
     shows_traces,
     tpu_library,
+    vllm_environment,
 )
 from jpaged.config.engine_options import (
     ActivationDtype,
@@ -121,4 +122,5 @@ __all__ = [
     "set_gpu_memory_share",
     "shows_traces",
     "tpu_library",
+    "vllm_environment",
 ]

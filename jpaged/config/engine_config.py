@@ -36,7 +36,7 @@ from jpaged.config.server_options import (
     TelemetryOptions,
     TimeoutOptions,
 )
-from jpaged.config.speculative import MODEL_METHODS, NAME, SpeculativeOptions
+from jpaged.config.speculative import DEVICE_METHODS, NAME, SpeculativeOptions
 from jpaged.distributed_env import MultiHost, find_multihost
 from jpaged.errors import InternalError, InvalidArgument
 
@@ -197,12 +197,6 @@ class EngineConfig:
             raise InvalidArgument(
                 "pipeline_parallel_size", f"{size}: {method} drafts are not split into stages; use ngram or suffix"
             )
-        if self.cache.kv_cache_dtype in ("int8", "fp8"):
-            raise InvalidArgument(
-                "pipeline_parallel_size",
-                f"{size}: scales of 8-bit keys and values are not split into stages (kv_cache_dtype is "
-                f"{self.cache.kv_cache_dtype})",
-            )
 
     def _check_draft(self) -> None:
         """Reject options that conflict with a draft model or head, which shares the model's device."""
@@ -210,18 +204,19 @@ class EngineConfig:
             return
         method = self.speculation.method
         for name in ("tensor_parallel_size", "context_parallel_size"):
-            if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
-                raise InvalidArgument(f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, but must be 1")
+            if self.has_head and (size := getattr(self.parallel, name)) > 1:
+                raise InvalidArgument(f"{NAME}.method", f"{method} runs on one device; {name} is {size}, but must be 1")
         if self.lora.enable_lora or self.lora.lora:
             raise InvalidArgument(f"{NAME}.method", f"{method} does not support adapters (enable_lora is True)")
 
     def _for_head(self, given: Mapping[str, Any]) -> EngineConfig:
-        """Return these options for EAGLE-3, whose head must see each token once: single steps, and no swapping.
+        """Return these options for a head, which must see each token once: single steps, and no swapping.
 
         Raises:
             InvalidArgument: an option was set to a conflicting value.
         """
-        problem = "eagle3 needs the hidden states of every token"
+        method = "" if self.speculation is None else self.speculation.method
+        problem = f"{method} needs the hidden states of every token"
         if self.scheduler.num_scheduler_steps > 1:
             raise InvalidArgument(
                 f"{NAME}.method",
@@ -328,12 +323,12 @@ class EngineConfig:
     @property
     def has_draft(self) -> bool:
         """True if a draft model or head on the device proposes tokens."""
-        return self.speculation is not None and self.speculation.method in MODEL_METHODS
+        return self.speculation is not None and self.speculation.method in DEVICE_METHODS
 
     @property
     def has_head(self) -> bool:
-        """True if the proposer uses hidden states of the model (EAGLE-3)."""
-        return self.speculation is not None and self.speculation.method == "eagle3"
+        """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
+        return self.speculation is not None and self.speculation.has_head
 
     @property
     def speculation(self) -> SpeculativeOptions | None:
@@ -496,6 +491,11 @@ def compiler_environment_text() -> str:
 def api_key_from_environment() -> str:
     """Return the API key of commands for servers (JPAGED_API_KEY); "" if there is none."""
     return os.environ.get("JPAGED_API_KEY", "").strip()
+
+
+def vllm_environment() -> dict[str, str]:
+    """Return the environment variables of vLLM that are set: those whose names start with VLLM_."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
 
 
 def proxy_from_environment() -> tuple[str, tuple[str, ...]]:

@@ -509,7 +509,7 @@ class SchedulerOptions:
     )
     speculative_config: JsonText | None = option(
         None,
-        "speculative decoding, as a JSON object in vLLM's format (methods ngram, suffix, draft_model and eagle3), "
+        "speculative decoding, as a JSON object in vLLM's format (methods ngram, suffix, draft_model, eagle3 and mtp), "
         'such as {"method": "suffix"}; draft tokens never change the output',
     )
     max_num_queued_reqs: int = option(

@@ -4,8 +4,8 @@
     {"method": "suffix"}
 
 Keys, meanings and defaults are those of vLLM's `SpeculativeConfig`
-(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint. The
-limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
+(https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint, and
+mtp reads the model's own. The limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,18 @@ from jpaged.config.option import checked_keys, option, parse_json_object
 from jpaged.errors import InvalidArgument
 
 NAME = "speculative_config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle3")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that read a separate checkpoint."""
+HEAD_METHODS = ("eagle3", "mtp")
+"""Methods whose proposer uses hidden states of the model."""
+DEVICE_METHODS = ("draft_model", *HEAD_METHODS)
+"""Methods whose proposer runs on the device, next to the model."""
+_OF_MTP = (
+    *("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_next_mtp", "qwen3_5_mtp"),
+)
+"""Older names of the method mtp in vLLM, one for each family."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
 _DEFAULT_LOOKUP = 5
 _KEYS_OF = {
@@ -31,8 +40,8 @@ _KEYS_OF = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
     "model": MODEL_METHODS,
-    "rejection_sample_method": MODEL_METHODS,
-    "synthetic_acceptance_length": MODEL_METHODS,
+    "rejection_sample_method": DEVICE_METHODS,
+    "synthetic_acceptance_length": DEVICE_METHODS,
 }
 
 
@@ -81,6 +90,11 @@ class SpeculativeOptions:
         unit="tokens",
     )
 
+    @property
+    def has_head(self) -> bool:
+        """True if the proposer uses hidden states of the model (EAGLE-3, MTP)."""
+        return self.method in HEAD_METHODS
+
     @classmethod
     def parse(cls, text: str) -> SpeculativeOptions:
         """Parse the options of a JSON object.
@@ -97,6 +111,7 @@ class SpeculativeOptions:
         Raises:
             InvalidArgument: a key is unknown, missing, out of range, or not one of the method's.
         """
+        values = {**values, "method": "mtp"} if values.get("method") in _OF_MTP else values
         given = checked_keys(cls, NAME, values)
         if "method" not in given:
             raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")

@@ -85,7 +85,7 @@ def add_replicas(params: Params, step: Step) -> Params:
     """
     config, mesh = step.model.config, step.mesh
     num_experts, num_physical = _count_experts(config)
-    placement_1p = _place_at_start(num_experts, num_physical, num_shards(mesh))
+    placement_1p = ExpertPlacer.of(config, mesh).place(np.ones((1, num_experts)))
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params["layers"]))
     for stack in ExpertStack.list_all(config, step.layer_mode):
         placement_lp = np.repeat(placement_1p, len(stack.layers), axis=0)
@@ -150,9 +150,40 @@ def expert_arrays(params: Params, step: Step) -> dict[ArrayKind, Any]:
     }
 
 
-def _place_at_start(num_experts: int, num_physical: int, num_devices: int) -> NDArray[np.int32]:
-    """Return the logical expert of each physical one, `[1, P]`, while no load is known."""
-    return balance_experts(np.ones((1, num_experts)), num_physical, num_devices)
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertPlacer:
+    """Chooses the devices of a model's physical experts by load: see `balance_experts`.
+
+    Attributes:
+        num_physical: experts of a layer, with replicas.
+        num_groups: groups of the model's experts, of which a token may use some.
+        num_nodes: nodes of devices; the links between nodes are slower than those within one.
+    """
+
+    num_physical: int
+    num_devices: int
+    num_groups: int
+    num_nodes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, mesh: Mesh) -> ExpertPlacer:
+        """Return the placer of a model on its devices.
+
+        A node is a slice of TPUs, or a machine of GPUs. Other devices have nodes by process. If nodes have unequal
+        numbers of devices, or their devices are not consecutive, all devices are one node.
+        """
+        mixture = config.mixture
+        assert mixture is not None
+        nodes = [getattr(device, "slice_index", device.process_index) for device in mesh.devices.flat]
+        names = list(dict.fromkeys(nodes))
+        is_even = nodes == list(np.repeat(names, len(nodes) // len(names)))
+        num_nodes = len(names) if is_even else 1
+        return cls(mixture.num_physical_experts, num_shards(mesh), mixture.routing.num_groups, num_nodes)
+
+    def place(self, load_lx: np.ndarray, current_lp: np.ndarray | None = None) -> NDArray[np.int32]:
+        """Return the logical expert of each physical one, `[L, P]`; `current_lp` is None before any load is known."""
+        nodes = {"num_groups": self.num_groups, "num_nodes": self.num_nodes}
+        return balance_experts(load_lx, self.num_physical, self.num_devices, current_lp, **nodes)
 
 
 def _count_experts(config: ModelConfig) -> tuple[int, int]:
@@ -183,10 +214,11 @@ class ExpertBalancer:
     def __init__(self, step: Step, options: ExpertBalanceOptions, load: DonatedArray, programs: ProgramStore) -> None:
         config, mesh = step.model.config, step.mesh
         self._mesh, self._num_devices = mesh, num_shards(mesh)
-        self._num_experts, num_physical = _count_experts(config)
+        self._num_experts, _ = _count_experts(config)
+        self._placer = ExpertPlacer.of(config, mesh)
         self._stacks = ExpertStack.list_all(config, step.layer_mode)
         self._places = [step.kv_groups.places[layer] for stack in self._stacks for layer in stack.layers]
-        first_1p = _place_at_start(self._num_experts, num_physical, self._num_devices)
+        first_1p = self._placer.place(np.ones((1, self._num_experts)))
         self._placement_lp = np.repeat(first_1p, len(self._places), axis=0)
         self._options, self._load, self._programs = options, load, programs
         if options.log_balancedness:  # other lines of this level are not logged
@@ -249,7 +281,7 @@ class ExpertBalancer:
         self.stats = dataclasses.replace(stats, num_reads=stats.num_reads + 1, balancedness=balancedness)
         if self._options.log_balancedness:
             _LOG.info("balancedness of experts: %.3f (mean load of a device by that of the busiest)", balancedness)
-        return balance_experts(load_lx, placement_lp.shape[1], self._num_devices, placement_lp)
+        return self._placer.place(load_lx, placement_lp)
 
     def _plan_moves(self, placement_lp: NDArray[np.int32]) -> None:
         changed = np.flatnonzero(np.any(placement_lp != self._placement_lp, axis=1)).tolist()

@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jpaged.device.mesh import scales_spec
+from jpaged.device.mesh import STAGE_AXIS, num_stages, on_stages, scales_spec
 from jpaged.device.step import Step
 from jpaged.kernels.kv_layout import MAX_NUMBER, output_dim
 from jpaged.kernels.paged_attention import rotate_heads
 from jpaged.models.layer_kinds import HeadSizes
-from jpaged.models.layers import Params
+from jpaged.models.layers import Attend, Params
 from jpaged.models.stack import LayerPlace
 from jpaged.models.tokens import TokenBatch
 
@@ -44,18 +44,56 @@ def name_of_kv_dtype(dtype: np.dtype) -> str:
 
 
 def measure_scales(step: Step, params: Params) -> jax.Array:
-    """Run the probe and return float32 scales `[G * L, K, 2]` of keys and values, on the devices of their heads."""
+    """Run the probe and return float32 scales `[G * L, K, 2]` of keys and values, on the devices of their heads.
+
+    If the layers are split into stages, the scales are stage by stage, and on the devices of their stage.
+    """
     probe_len = min(PROBE_LEN, step.model.config.max_model_len)
     token_ids = np.random.default_rng(0).integers(0, step.vocab_size, probe_len, dtype=np.int32)
     sharding = NamedSharding(step.mesh, scales_spec(step.layout))
-    largest_lk2 = jax.jit(functools.partial(_largest, step), out_shardings=sharding)(params, token_ids)
+    largest = _largest if num_stages(step.mesh) == 1 else _largest_of_stages
+    largest_lk2 = jax.jit(functools.partial(largest, step), out_shardings=sharding)(params, token_ids)
     name = step.layout.dtype.name
     return jnp.maximum(largest_lk2, 1e-6) * (MARGINS[name] / MAX_NUMBER[name])
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
     """Return the largest magnitudes `[G * L, K, 2]` of keys and values while the model reads the tokens."""
+    attend, tokens, none_lk2 = _probe(step, token_ids_t)
+    return step.model.run(params, tokens, attend, none_lk2, step.layer_mode, step.kv_groups.places)[1]
+
+
+def _largest_of_stages(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
+    """Return the largest magnitudes stage by stage: the stages run one after another, each on its own devices."""
+    num, model = num_stages(step.mesh), step.model
+
+    def run(params: Params, token_ids_t: jax.Array) -> jax.Array:
+        stage = jax.lax.axis_index(STAGE_AXIS)
+        attend, tokens, none_lk2 = _probe(step, token_ids_t)
+
+        def turn(index: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            received, largest_lk2 = state
+            x, found_lk2, _ = model.run_stage(
+                params, tokens, attend, none_lk2, step.kv_groups.places, (stage == 0, received)
+            )
+            sent = jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE_AXIS, [(i, i + 1) for i in range(num - 1)]), x)
+            return sent, jnp.where(stage == index, found_lk2, largest_lk2)
+
+        begun = jax.eval_shape(model.begin, params, tokens)
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), begun), none_lk2
+        largest_lk2: jax.Array = jax.lax.fori_loop(0, num, turn, state)[1]
+        return largest_lk2
+
+    whole, of_stage = PartitionSpec(), PartitionSpec(STAGE_AXIS)
+    of_params = {name: of_stage if name == "layers" else whole for name in params}
+    largest_lk2: jax.Array = on_stages(run, step.mesh, (of_params, whole), of_stage)(params, token_ids_t)
+    return largest_lk2
+
+
+def _probe(step: Step, token_ids_t: jax.Array) -> tuple[Attend, TokenBatch, jax.Array]:
+    """Return attention that finds the largest magnitudes of a stage's layers, its tokens, and its first carry."""
     num_tokens, layout = token_ids_t.shape[0], step.layout
+    num_layers = layout.num_layers // layout.num_stages
     is_seen_qk = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
     def attend(
@@ -79,14 +117,12 @@ def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:
             stored = [rotate_heads(jnp.pad(x, pads), jnp.float32, backend="xla") for x in stored]
         found_k2 = jnp.stack([jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) for x in stored], axis=-1)
         if place.kind.heads is None:
-            return o_thd, carry.at[place.group * layout.num_layers + place.index].set(found_k2)
+            return o_thd, carry.at[place.group * num_layers + place.index].set(found_k2)
         found_kn2 = found_k2.reshape(layout.num_kv_heads, heads.num_places, 2)
         for number in range(heads.num_places):
-            carry = carry.at[(place.group + number) * layout.num_layers + place.index].set(found_kn2[:, number])
+            carry = carry.at[(place.group + number) * num_layers + place.index].set(found_kn2[:, number])
         return o_thd, carry
 
     positions_t = jnp.arange(num_tokens, dtype=jnp.int32)
-    groups = step.kv_groups
-    carry = jnp.zeros((len(groups.windows) * layout.num_layers, layout.num_kv_heads, 2))
-    tokens = TokenBatch(token_ids_t, positions_t, jnp.full_like(positions_t, num_tokens))
-    return step.model.run(params, tokens, attend, carry, step.layer_mode, groups.places)[1]
+    none_lk2 = jnp.zeros((len(step.kv_groups.windows) * num_layers, layout.num_kv_heads, 2))
+    return attend, TokenBatch(token_ids_t, positions_t, jnp.full_like(positions_t, num_tokens)), none_lk2

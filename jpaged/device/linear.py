@@ -87,7 +87,8 @@ def served_config(config: ModelConfig, chosen: str, mesh: Mesh) -> ModelConfig:
     if quantization is None or not quantization.has_embedding:
         return config
     leaves = (leaf for _, (leaf, *_) in placed_leaves(config, "loop") if leaf.path == _EMBEDDING)
-    form = leaf_format(quantization, next(leaves))
+    embedding = next(leaves, None)
+    form = None if embedding is None else leaf_format(quantization, embedding)
     if form is None or form.group_size is None:
         return config
     if choose_linear_backend(chosen, mesh, layer_mode_for(first_device(mesh))) == "cpu":

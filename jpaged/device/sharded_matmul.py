@@ -24,7 +24,8 @@ on where experts are, and `exchange_experts` may move them between any two steps
 
 Dense layers are summed twice, after attention and after the feed-forward. On TPUs the hidden states are summed in parts
 of their columns, so that the compiler overlaps the sum of one part with the matmuls of others
-(`jpaged.models.layers.ColumnParts`). Parts of rows would read the weights once for each part.
+(`jpaged.models.layers.ColumnParts`). Long steps have chunks of rows, too: the feed-forward of one chunk overlaps with
+the sums of the other. Each chunk reads the weights of the layer, which takes less time than its products.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ _LEAST_WEIGHTS = 3 << 24
 """Numbers of a layer's matrices on one device at least: matmuls of fewer are shorter than the sums they would hide."""
 _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
 """Numbers of hidden states at least, by parts: smaller parts take mainly the latency of their sums."""
+_CHUNK_ROWS = 1024
+"""Rows of a chunk at least: products of fewer may take as long as reading their weights, which each chunk does."""
 _LANES = 128
 WIDER: Mapping[np.dtype, np.dtype] = {
     jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
@@ -94,6 +97,11 @@ def num_column_parts(num_tokens: int, width: int) -> int:
     """Return the parts of hidden states `[T, E]`, each of whole vectors of columns: 1, 2 or 4."""
     fitting = (parts for parts in _LEAST_STATES if width % (parts * _LANES) == 0)
     return next((parts for parts in fitting if num_tokens * width >= _LEAST_STATES[parts]), 1)
+
+
+def num_row_chunks(num_tokens: int) -> int:
+    """Return the chunks of the rows of hidden states in parts, each with equally many: 1 or 2."""
+    return 2 if num_tokens >= 2 * _CHUNK_ROWS and num_tokens % 2 == 0 else 1
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:

@@ -51,6 +51,7 @@ from jpaged.device.mesh import (
     SINKS_SPEC,
     STAGE_AXIS,
     TOKENS_SPEC,
+    Microbatches,
     num_context_parts,
     num_shards,
     num_stages,
@@ -69,7 +70,7 @@ from jpaged.device.model_runner import (
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
 from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
@@ -112,76 +113,6 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
     )
-
-
-_MICROBATCHES_PER_STAGE = 4
-"""Microbatches at most: with 4 per stage, a stage is idle in less than a fifth of the turns."""
-_LEAST_TOKENS, _LEAST_TOKENS_ELSEWHERE = {"cpu": 8}, 256
-"""Tokens of a microbatch at least: a turn with fewer takes as long, because it reads all weights of a stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """A step's packed tokens in equal parts, which pass through the stages one after another.
-
-        turn       0    1    2    3
-        stage 0    m0   m1   m2   -      each stage runs its layers on one microbatch, and
-        stage 1    -    m0   m1   m2     passes the hidden states on to the next stage
-
-    A row may be cut: a later part reads the keys that the earlier one stored, in each layer. Turns without a microbatch
-    run on no rows.
-
-    Attributes:
-        num: number of microbatches.
-        num_tokens: tokens of each, including padding.
-    """
-
-    num: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, num_tokens: int, num_stages: int, platform: str) -> Microbatches:
-        """Return the microbatches of a step of this many tokens."""
-        least = _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE)
-        nums = range(_MICROBATCHES_PER_STAGE * num_stages, 1, -1)
-        num = next((num for num in nums if num_tokens % num == 0 and num_tokens >= least * num), 1)
-        return cls(num, num_tokens // num)
-
-    def take(
-        self, inputs: Mapping[str, jax.Array], ids_t: Int[Array, "T"], index: Int[Array, ""]
-    ) -> tuple[dict[str, jax.Array], Int[Array, "t"], Int[Array, ""]]:
-        """Return the inputs and the tokens of a microbatch, and its number.
-
-        If there is no microbatch with this index, it has no rows, stores nothing, and its number is `num`.
-        """
-        is_one = (index >= 0) & (index < self.num)
-        begin = jnp.clip(index, 0, self.num - 1) * self.num_tokens
-        end, starts_s1 = begin + self.num_tokens, inputs["query_starts_s1"]
-        starts_s, ends_s, num_rows = starts_s1[:-1], starts_s1[1:], len(starts_s1) - 1
-        is_used_s = jnp.arange(num_rows) < inputs["num_rows"]
-        first = jnp.sum(is_used_s & (ends_s <= begin), dtype=jnp.int32)
-        num_own = jnp.sum(is_used_s & (ends_s > begin) & (starts_s < end) & is_one, dtype=jnp.int32)
-        rows_s = jnp.minimum(first + jnp.arange(num_rows), num_rows - 1)
-        places_s1 = jnp.minimum(first + jnp.arange(num_rows + 1), num_rows)
-        num_later_s = jnp.maximum(ends_s[rows_s] - end, 0)
-        own_kv_s = inputs["kv_lens_s"][rows_s] - num_later_s
-
-        def cut(array: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
-
-        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt")}
-        return (
-            {
-                **own,
-                "slots_gt": jnp.where(is_one, own["slots_gt"], -1),
-                "query_starts_s1": jnp.where(is_one, jnp.clip(starts_s1[places_s1] - begin, 0, self.num_tokens), 0),
-                "kv_lens_s": jnp.where(jnp.arange(num_rows) < num_own, own_kv_s, 0),
-                "block_tables_gsm": inputs["block_tables_gsm"][:, rows_s],
-                "num_rows": num_own,
-            },
-            cut(ids_t),
-            jnp.where(is_one, index, self.num),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +168,8 @@ class Step:
     ) -> tuple[Any, ...]:
         """Run the layers on packed inputs.
 
-        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group.
+        If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group; those of
+        a stage are together.
 
         Returns:
             the pool, and hidden states `[S+Q, E]` to sample from (S) and for log-probabilities or embeddings (Q); if
@@ -347,7 +279,7 @@ class Step:
             return of_last.astype(hidden_te.dtype), pool
 
         whole, of_stage = PartitionSpec(), PartitionSpec(STAGE_AXIS)
-        of_params = {name: of_stage if name == "layers" else whole for name in params}
+        of_params = {name: of_stage if name in ("layers", "kv_scales") else whole for name in params}
         results = on_stages(run, self.mesh, (of_params, of_stage, whole, whole), (whole, of_stage))(
             params, pool, ids_t, inputs
         )
@@ -376,21 +308,7 @@ class Step:
             for number in range(kind.num_places)
         }
         rows = {key: self._prepare(*key, inputs, order) for key in found}
-        scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers
-
-        def attend_group(
-            q_thd: jax.Array,
-            k_tkd: jax.Array,
-            v_tkd: jax.Array | None,
-            pool: Any,
-            place: LayerPlace,
-            sinks_h: jax.Array | None,
-            group: int,
-            num_places: int,
-        ) -> tuple[jax.Array, Any]:
-            new_kv = k_tkd, v_tkd, inputs["slots_gt"][group]
-            scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
-            return self._attend(q_thd, new_kv, pool, place, rows[place.attention, num_places, group], scales, sinks_h)
+        scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers // self.layout.num_stages
 
         def attend(
             q_thd: jax.Array,
@@ -403,21 +321,16 @@ class Step:
             if isinstance(pool, StatefulPool):
                 o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
                 return o_thd, pool.with_kv(kv)
-            heads = place.kind.heads
-            if heads is None:
-                return attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, place.group, 1)
-            assert v_tkd is not None
-            (num_tokens, _, own_dim), head_dim = q_thd.shape, self.layout.head_dim
-            shape = num_tokens, self.layout.num_kv_heads, heads.num_places, -1, head_dim
-            pads = ((0, 0), (0, 0), (0, head_dim - own_dim))
-            q, k, v = (jnp.pad(x, pads).reshape(shape) for x in (q_thd, k_tkd, v_tkd))
-            outputs = []
-            for number in range(heads.num_places):
-                own = (x[:, :, number].reshape(num_tokens, -1, head_dim) for x in (q, k, v))
-                group = place.group + number
-                o_thd, pool = attend_group(*own, pool, place, sinks_h, group, heads.num_places)
-                outputs.append(o_thd.reshape(num_tokens, self.layout.num_kv_heads, -1, head_dim))
-            return jnp.stack(outputs, axis=2)[..., :own_dim].reshape(num_tokens, -1, own_dim), pool
+            heads, layout, outputs = place.kind.heads, self.layout, []
+            num_places = 1 if heads is None else heads.num_places
+            qkv: Sequence[Any] = (q_thd, k_tkd, v_tkd)
+            placed = [qkv] if heads is None else zip(*(layout.place_heads(x, num_places) for x in qkv), strict=True)
+            for group, (q, *kv) in enumerate(placed, place.group):
+                scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
+                new_kv, of_step = (*kv, inputs["slots_gt"][group]), rows[place.attention, num_places, group]
+                o_thd, pool = self._attend(q, new_kv, pool, place, of_step, scales, sinks_h)
+                outputs.append(o_thd)
+            return (outputs[0] if heads is None else layout.join_heads(outputs, heads.head_dim)), pool
 
         return attend
 
@@ -441,6 +354,7 @@ class Step:
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
             num_column_parts=self.num_column_parts(len(ids_t)),
+            num_row_chunks=num_row_chunks(len(ids_t)) if self.overlaps_sums else 1,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
@@ -638,7 +552,8 @@ class Step:
 
     def num_column_parts(self, num_tokens: int) -> int:
         """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        return num_column_parts(num_tokens, self.model.config.hidden_size) if self.overlaps_sums else 1
+        num_rows = num_tokens // num_row_chunks(num_tokens)
+        return num_column_parts(num_rows, self.model.config.hidden_size) if self.overlaps_sums else 1
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         if self.slots is not None:
@@ -666,9 +581,9 @@ class Step:
         last_tokens_s = jnp.pad(sampled.token_ids_r, (0, self.max_sample_rows - len(sampled.token_ids_r)))
         columns = [sampled.token_ids_r[:, None], sampled.is_sound_r[:, None].astype(jnp.int32)]
         if sampled.logprobs_r is not None and sampled.ranks_r is not None:
-            columns += [_bits(sampled.logprobs_r)[:, None], sampled.ranks_r[:, None]]
+            columns += [lax.bitcast_convert_type(sampled.logprobs_r, jnp.int32)[:, None], sampled.ranks_r[:, None]]
         if sampled.top_ids_rk is not None and sampled.top_logprobs_rk is not None:
-            columns += [sampled.top_ids_rk, _bits(sampled.top_logprobs_rk)]
+            columns += [sampled.top_ids_rk, lax.bitcast_convert_type(sampled.top_logprobs_rk, jnp.int32)]
         return last_tokens_s, jnp.concatenate(columns, axis=1)
 
     def _heads(self) -> HeadsKernel | None:
@@ -809,7 +724,7 @@ class DraftStep:
         group: the model's KV group whose block tables it uses; one with full attention.
         num_tokens: proposals per row and round (k).
         watched: the model's layers whose inputs a head takes; empty for a draft model.
-        shares_embedding: the draft uses the model's embedding.
+        shared: names of parameters that are the model's, each with its name there.
         pinned_length: thousandths of the mean tokens of a round, for benchmarks: proposals are accepted by position,
             whatever the model samples. None accepts those that the model samples.
     """
@@ -818,7 +733,7 @@ class DraftStep:
     group: int
     num_tokens: int
     watched: tuple[int, ...] = ()
-    shares_embedding: bool = False
+    shared: tuple[tuple[str, str], ...] = ()
     pinned_length: int | None = None
 
     @property
@@ -835,10 +750,6 @@ def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 _State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]

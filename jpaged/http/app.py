@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -30,7 +30,6 @@ from starlette.types import Message, Receive, Scope, Send
 from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.engine.core import PauseMode
-from jpaged.engine.engine import check_mode
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -58,7 +57,7 @@ from jpaged.http.exchange import (
 )
 from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
-from jpaged.openai.embeddings import embed_job, rerank_job, score_job
+from jpaged.openai.embeddings import ScoringJob, classify_job, embed_job, rerank_job, score_job
 from jpaged.openai.request import adapter_in, chat_job, completion_job
 from jpaged.service.calls import is_name
 from jpaged.service.loaded_model import EngineClient, LoadedModel
@@ -289,8 +288,7 @@ def _query_int(request: Request, name: str, default: int) -> int:
 
 
 def _query_mode(request: Request) -> PauseMode:
-    mode: Any = request.query_params.get("mode", "abort")
-    check_mode(mode)
+    mode: Any = request.query_params.get("mode", "abort")  # the engine checks it
     found: PauseMode = mode
     return found
 
@@ -376,10 +374,15 @@ def invocation_routes(service: Service) -> list[Route]:
     async def invoke(request: Request) -> Response | EventStream:
         body, num_bytes = await body_in(service, request)
         given = {name for name, value in body.items() if value is not None}
-        if given.isdisjoint({"input", "continuations"}) and given & {"messages", "prompt"}:
+        loaded = service.state.serving()
+        is_classifier = loaded.pooler is not None and bool(loaded.pooler.labels)
+        generates = not is_classifier and not loaded.engine.geometry.is_encoder
+        if generates and given.isdisjoint({"input", "continuations"}) and given & {"messages", "prompt"}:
             read = chat_job if "messages" in given else completion_job
             return await answer_job(service, request, await parse_job(service, request, read, body=body), texts)
-        read_scoring = embed_job if given & {"input", "messages"} else rerank_job if "query" in given else score_job
+        read_scoring: Callable[[Mapping[str, Any]], ScoringJob] = rerank_job if "query" in given else score_job
+        if given & {"input", "messages"}:
+            read_scoring = classify_job if is_classifier else embed_job
         return await answer_scoring(service, request, read_scoring, body, num_bytes)
 
     return [Route("/invocations", invoke, methods=["POST"])]

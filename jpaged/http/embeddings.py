@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,10 @@ from jpaged.http.exchange import (
 )
 from jpaged.openai.embeddings import (
     HEAD_TASKS,
+    EmbedJob,
     PoolingJob,
     ScoringJob,
-    Text,
+    SimilarityJob,
     classify_job,
     embed_job,
     parse_detokenize_job,
@@ -178,17 +180,20 @@ class LocalServer:
         pairs: Sequence[tuple[str, str]],
         *,
         limit: int | None = None,
+        use_activation: bool = True,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
     ) -> Evaluated[float]:
-        """Return the score of each pair of texts by the model's classification head."""
+        """Return the score of each pair of texts by the model's classification head, or its logit."""
         size, asker = sum(len(text) for pair in pairs for text in pair), self._asker(adapter, cache_salt, priority)
 
         def read() -> list[Prompt]:
             return [Prompt(text=first, text_pair=second) for first, second in pairs]
 
-        found = await classify(self.service, asker, read, size, limit=limit, for_pairs=True)
+        found = await classify(
+            self.service, asker, read, size, use_activation=use_activation, limit=limit, for_pairs=True
+        )
         return Evaluated([one.values[0] for one in found], _usage([one.usage for one in found]))
 
     async def classify(
@@ -288,7 +293,28 @@ async def answer_scoring(
     job = await service.run_blocking(lambda: read(body), num_bytes)
     note_ignored_fields(service, request, body)
     found = await evaluate_job(service, request, job, str(body.get("user") or ""))
+    if isinstance(job, EmbedJob) and job.is_binary:
+        return await service.run_blocking(partial(_binary_answer, job, found), CHARS_OF_NUMBER * found.size)
     return await build_answer(service, found.body, CHARS_OF_NUMBER * found.size)
+
+
+def _binary_answer(job: EmbedJob, found: Evaluation) -> Response:
+    """Return vectors as the bytes of a body, described by a header if the job asks for it.
+
+    Raises:
+        InvalidArgument: the header would be longer than clients accept.
+    """
+    content, metadata = job.binary_body(found.body())
+    if job.encoding != "bytes":
+        return Response(content, media_type="application/octet-stream")
+    if len(metadata) > _MAX_HEADER_BYTES:
+        problem = f"describes {len(job.inputs)} inputs in a header of {len(metadata)} bytes, over {_MAX_HEADER_BYTES}"
+        raise InvalidArgument("encoding_format", f"{problem}: use bytes_only, or send fewer inputs")
+    return Response(content, media_type="application/octet-stream", headers={"metadata": metadata})
+
+
+_MAX_HEADER_BYTES = 32768
+"""Half of the line that Python's HTTP client accepts."""
 
 
 async def evaluate_job(service: Service, request: Request, job: ScoringJob, user: str = "") -> Evaluation:
@@ -339,18 +365,30 @@ def _make_answers(service: Service, server: LocalServer | None = None) -> Answer
 
 
 async def _tokenized(service: Service, job: ScoringJob) -> ScoringJob:
-    """Return a job whose texts are token ids, if they are to be tokenized without special tokens."""
-    if not isinstance(job, PoolingJob) or job.add_special_tokens:
+    """Return a job whose texts are as long as they may be, or token ids if they are to have no special tokens."""
+    if isinstance(job, SimilarityJob) and any(job.max_tokens):
+        pairs = [[await _cut(service, *one) for one in zip(pair, job.max_tokens, strict=True)] for pair in job.pairs]
+        return replace(job, pairs=tuple((first, second) for first, second in pairs), max_tokens=(0, 0))
+    if not isinstance(job, EmbedJob) or job.add_special_tokens:
         return job
-    inputs: list[Text] = []
-    for text in job.inputs:
-        if isinstance(text, str):
-            prompt = Prompt(text=text)
-            token_ids = await service.tokenize(lambda: prompt, prompt.size, add_special_tokens=False)  # noqa: B023
-            inputs.append(tuple(token_ids))
-        else:
-            inputs.append(text)
+    pooler, prompt = service.state.serving().pooler, ""
+    if pooler is not None and not pooler.labels:
+        prompt = pooler.prompts.get(job.prompt_name or pooler.default_prompt or "", "")
+    inputs = [
+        await _ids_without_special(service, prompt + text) if isinstance(text, str) else text for text in job.inputs
+    ]
     return replace(job, inputs=tuple(inputs))
+
+
+async def _cut(service: Service, text: str, max_tokens: int) -> str:
+    """Return the text of the first tokens; 0 returns the whole text."""
+    token_ids = await _ids_without_special(service, text) if max_tokens else ()
+    return text if len(token_ids) <= max_tokens else await service.detokenize(token_ids[:max_tokens])
+
+
+async def _ids_without_special(service: Service, text: str) -> tuple[int, ...]:
+    prompt = Prompt(text=text)
+    return tuple(await service.tokenize(lambda: prompt, prompt.size, add_special_tokens=False))
 
 
 def token_routes(service: Service) -> list[Route]:

@@ -40,6 +40,7 @@ from jpaged.ollama import (
     parse_embed_request,
     parse_embeddings_request,
     parse_generate_request,
+    parse_pull_request,
     parse_show_request,
     timestamp,
     with_tag,
@@ -83,13 +84,16 @@ def ollama_routes(service: Service) -> list[Route]:
         return JSON({"models": [_describe(service, model.model.name) | more]})
 
     async def show(request: Request) -> Response:
-        name = await read_body(service, request, parse_show_request)
         model = service.state.loaded()
-        names = _names(model)
-        if without_tag(name, names) not in names:
-            raise ModelNotFound(f"model {name[:80]!r} not found")
+        _check_name(model, await read_body(service, request, parse_show_request))
         body = await service.run_blocking(lambda: _show(service, model), 1 << 20)
         return JSON(body)
+
+    async def pull(request: Request) -> Response:
+        name, is_streamed = await read_body(service, request, parse_pull_request)
+        _check_name(service.state.loaded(), name)
+        done = {"status": "success"}
+        return Response(line(done), media_type=_CONTENT_TYPE.decode()) if is_streamed else JSON(done)
 
     async def version(request: Request) -> Response:
         return JSON({"version": API_VERSION})
@@ -100,6 +104,7 @@ def ollama_routes(service: Service) -> list[Route]:
         Route("/api/tags", tags, methods=["GET"]),
         Route("/api/ps", ps, methods=["GET"]),
         Route("/api/show", show, methods=["POST"]),
+        Route("/api/pull", pull, methods=["POST"]),
         Route("/api/version", version, methods=["GET"]),
     ]
 
@@ -107,6 +112,13 @@ def ollama_routes(service: Service) -> list[Route]:
 def _names(model: LoadedModel) -> tuple[str, ...]:
     """Return the names that `model` of a body may have, without tags."""
     return (*model.names, *(one.name for one in model.adapters.loaded()))
+
+
+def _check_name(model: LoadedModel, name: str) -> None:
+    """Raise ModelNotFound if the server has no model or adapter of this name."""
+    names = _names(model)
+    if without_tag(name, names) not in names:
+        raise ModelNotFound(f"model {name[:80]!r} not found; this server has {', '.join(names)}")
 
 
 _Reader = Callable[[LoadedModel, Mapping[str, Any], Mapping[str, Any]], OllamaRequest]

@@ -154,6 +154,8 @@ class ModelConfig:
         hidden_size: model width, E.
         intermediate_size: feed-forward width, F.
         num_layers: L.
+        first_layer: number of the first layer in the names of tensors; above 0 for a head after the model's layers. It
+            does not come from config.json.
         num_heads: query heads, H.
         num_kv_heads: key and value heads, K; divides H.
         head_dim: D, even.
@@ -185,6 +187,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     mixture: Mixture | None = None
     has_dp_attention: bool = False
+    first_layer: int = 0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -112,6 +112,30 @@ class ColumnParts:
         return sums * jax.lax.rsqrt(squares_t / self.width + norm.eps).reshape(-1, *([1] * (sums.ndim - 1)))
 
 
+RowChunks = tuple[ColumnParts, ...]
+"""Hidden states as chunks of their rows, equally many, each in parts of its columns.
+
+The sums of a chunk after `down` overlap with the feed-forward of the next one, which is longer than `down` and the next
+layer's projection:
+
+    chunk 0    | out |     | up, down |          | qkv |
+    chunk 1          | out |          | up, down |     | qkv |
+    sums             | 0 ... | 1 ...  | 0 ...    | 1 ...
+
+Each chunk reads the weights, so chunks have enough rows that products take longer than that.
+"""
+
+
+def split_states(x_te: jax.Array, num_chunks: int, num_parts: int) -> RowChunks:
+    """Split hidden states; the numbers must divide rows and columns."""
+    return tuple(ColumnParts.split(rows, num_parts) for rows in jnp.split(x_te, num_chunks))
+
+
+def join_states(chunks: RowChunks) -> jax.Array:
+    """Return the states `[T, E]`."""
+    return jnp.concatenate([chunk.joined() for chunk in chunks])
+
+
 def _part(kernel: jax.Array | StackedArray, axis: int, part: int, num_parts: int) -> jax.Array:
     """Return one of the equal parts of a matrix along an axis."""
     if isinstance(kernel, StackedArray):

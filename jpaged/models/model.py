@@ -19,7 +19,7 @@ from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
-from jpaged.models.layers import Attend, ColumnParts, Ends, Module, Params, RandomKeys
+from jpaged.models.layers import Attend, Ends, Module, Params, RandomKeys, join_states, split_states
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
 from jpaged.models.stack import Layer, LayerMode, LayerPlace, can_pipeline, run_layers, run_pipelined
@@ -37,7 +37,7 @@ def placed_leaves(config: ModelConfig, layer_mode: LayerMode) -> Iterator[tuple[
     prefix = family.name_prefix(())
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
-        for index, kind in enumerate(config.layer_kinds)
+        for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
     if layer_mode == "scan":
         for name, stacked in get_stacks(config.layer_kinds).items():
@@ -209,11 +209,11 @@ class Model:
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
         if tokens.num_column_parts > 1:
             halves = _Halves(config, self.dtype, shared, attend)
-            parts = ColumnParts.split(ends.end(x), tokens.num_column_parts)
+            parts = split_states(ends.end(x), tokens.num_row_chunks, tokens.num_column_parts)
             parts, carry, of_watched = run_pipelined(
                 halves, params["layers"], parts, carry, config.layer_kinds, places, watched=watched
             )
-            return parts.joined(), carry, [one.joined() for one in of_watched]
+            return join_states(parts), carry, [join_states(one) for one in of_watched]
         x, carry, seen = run_layers(
             layer, params["layers"], x, carry, config.layer_kinds, places, mode=layer_mode, watched=watched
         )

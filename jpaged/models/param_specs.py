@@ -312,8 +312,8 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
 _SPLIT = frozenset({"heads", "feed_forward"})
 """Axes that are both contracted and split over devices."""
 _NEVER = frozenset({"bias", "scale", "sinks", "taps"})
-_CHOOSING = frozenset({"router", "score"})
-"""Layers that score experts."""
+_PLAIN = frozenset({"router", "score", "eh_proj"})
+"""Layers that score experts, and that of the input of MTP layers."""
 EXPERT_AXES = frozenset({"experts", "expert_parts"})
 """Axes of experts."""
 SPLIT_AXES = frozenset({"heads", "kv_heads", "feed_forward", "expert_parts", "vocab"})
@@ -335,9 +335,9 @@ def contracted_axis(leaf: Leaf) -> int:
 def stored_formats(quantization: Quantization | None, leaf: Leaf) -> list[MatrixFormat | None]:
     """Return the format of each tensor of a leaf in the checkpoint; None is unquantized.
 
-    Routers, norms, biases and embeddings of positions are never quantized.
+    Routers, norms, biases, embeddings of positions and the input of MTP layers are never quantized.
     """
-    is_left = leaf.path[-1] in _NEVER or not _CHOOSING.isdisjoint(leaf.path)
+    is_left = leaf.path[-1] in _NEVER or not _PLAIN.isdisjoint(leaf.path)
     if quantization is None or is_left or not _applies(quantization, leaf):
         return [None] * len(leaf.tensors)
     return [quantization.get_format(get_module(name)) if len(shape) > 1 else None for name, shape in leaf.tensors]

@@ -18,6 +18,7 @@ divide evenly, and reading a checkpoint fills it (`jpaged.checkpoints.weights`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -222,13 +223,22 @@ def with_redundant_experts(config: ModelConfig, num_redundant_experts: int, num_
 
 
 def balance_experts(
-    load_lx: np.ndarray, num_physical: int, num_devices: int, current_lp: np.ndarray | None = None
+    load_lx: np.ndarray,
+    num_physical: int,
+    num_devices: int,
+    current_lp: np.ndarray | None = None,
+    *,
+    num_groups: int = 1,
+    num_nodes: int = 1,
 ) -> np.ndarray:
     """Return the logical expert of each physical one, int32 `[L, P]`, so that devices have similar loads.
 
-    Follows DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), without groups of experts: each further physical
-    expert is a replica of the logical one with the most load per replica. Then each replica, the heaviest first, goes
-    to the device with the least load of those with room. Rows are assumed to spread evenly over replicas.
+    Follows DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB). If the nodes divide the groups of experts, each node
+    first gets whole groups of similar load together: the heaviest group first, to the least loaded node with room. A
+    row that may use few groups is then sent to few nodes. All experts of a group stay on its node. Within a node, or
+    among all devices otherwise, each further physical expert is a replica of the logical one with the most load per
+    replica. Then each replica, the heaviest first, goes to the device with the least load of those with room. Rows are
+    assumed to spread evenly over replicas.
 
     Experts stay on devices that have them as far as possible. A layer whose busiest device would not have at least 2 %
     less load keeps its current experts.
@@ -237,6 +247,8 @@ def balance_experts(
         load_lx: load of each of X logical experts in each of L layers, at least 0.
         num_physical: P, at least X, a multiple of the devices; device d has P / n consecutive ones.
         current_lp: the current result; None if there is none.
+        num_groups: groups of consecutive experts, which divide X.
+        num_nodes: nodes of consecutive devices with fast links; they divide the devices.
 
     Raises:
         ValueError: the numbers do not fit together.
@@ -247,26 +259,43 @@ def balance_experts(
         raise ValueError(
             f"num_physical: {num_physical} is below {num_experts} experts, or no multiple of {num_devices} devices"
         )
-    layers, num_own = np.arange(num_layers), num_physical // num_devices
-    counts_lx = np.ones((num_layers, num_experts), np.int64)
-    for _ in range(num_physical - num_experts):
-        counts_lx[layers, np.argmax(load_lx / counts_lx, axis=1)] += 1
-    each_lx = load_lx / counts_lx
-    found_lp = np.empty((num_layers, num_physical), np.int32)
-    for layer in range(num_layers):
-        replicas = np.repeat(np.arange(num_experts), counts_lx[layer])
-        found_lp[layer] = _pack(replicas, each_lx[layer], num_devices).reshape(-1)
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups: {num_groups} does not divide {num_experts} experts")
+    if num_devices % num_nodes:
+        raise ValueError(f"num_nodes: {num_nodes} does not divide {num_devices} devices")
+    num_nodes = 1 if num_groups % num_nodes else num_nodes
+    of_node = num_devices // num_nodes
+    found_lp = np.stack([_place_layer(load_x, num_physical, of_node, num_groups, num_nodes) for load_x in load_lx])
     if current_lp is None:
         return found_lp
     before_l = device_loads(load_lx, current_lp, num_devices).max(axis=1)
     after_l = device_loads(load_lx, found_lp, num_devices).max(axis=1)
     for layer in range(num_layers):
-        current = current_lp[layer].reshape(num_devices, num_own)
         if after_l[layer] < (1 - _LEAST_GAIN) * before_l[layer]:
-            found_lp[layer] = _keep_places(found_lp[layer].reshape(num_devices, num_own), current).reshape(-1)
+            nodes = (one.reshape(num_nodes, of_node, -1) for one in (found_lp[layer], current_lp[layer]))
+            found_lp[layer] = _keep_nodes(*nodes).reshape(-1)
         else:
             found_lp[layer] = current_lp[layer]
     return found_lp
+
+
+def _place_layer(
+    load_x: np.ndarray, num_physical: int, num_devices: int, num_groups: int, num_nodes: int
+) -> np.ndarray:
+    """Return the experts of a layer's devices `[P]`, node by node, with this many devices in each node."""
+    groups_xg = np.arange(len(load_x)).reshape(num_groups, -1)
+    of_nodes = [np.arange(num_groups)]
+    if num_nodes > 1:
+        of_nodes = list(_pack(np.arange(num_groups), load_x[groups_xg].sum(axis=1), num_nodes))
+    placed = []
+    for groups in of_nodes:
+        experts = np.sort(groups_xg[groups].reshape(-1))
+        load, counts = load_x[experts], np.ones(len(experts), np.int64)
+        for _ in range(num_physical // num_nodes - len(experts)):
+            counts[np.argmax(load / counts)] += 1
+        packed = _pack(np.repeat(np.arange(len(experts)), counts), load / counts, num_devices)
+        placed.append(experts[packed].reshape(-1))
+    return np.concatenate(placed).astype(np.int32)
 
 
 def device_loads(load_lx: np.ndarray, placement_lp: np.ndarray, num_devices: int) -> np.ndarray:
@@ -296,19 +325,32 @@ def _pack(replicas: np.ndarray, load_x: np.ndarray, num_devices: int) -> np.ndar
     return packed_np
 
 
-def _keep_places(new_np: np.ndarray, old_np: np.ndarray) -> np.ndarray:
-    """Return the new experts of each device, on the devices and in the places that have most of them already."""
-    num_devices, num_own = new_np.shape
+def _keep_nodes(new_mnp: np.ndarray, old_mnp: np.ndarray) -> np.ndarray:
+    """Return the new experts of each node's devices `[nodes, n, P / n]`, where most of them are already."""
+    kept_mnp = np.empty_like(new_mnp)
+    for new, old in _pair_by_experts(*(one.reshape(len(one), -1) for one in (new_mnp, old_mnp))):
+        kept_mnp[old] = _keep_places(new_mnp[new], old_mnp[old])
+    return kept_mnp
+
+
+def _pair_by_experts(new_np: np.ndarray, old_np: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield pairs of a new and an old set of experts, those with most experts in common first."""
     num_experts = int(max(new_np.max(), old_np.max())) + 1
-    has_new, has_old = np.zeros((num_devices, num_experts)), np.zeros((num_devices, num_experts))
-    for device in range(num_devices):
-        has_new[device, new_np[device]] = has_old[device, old_np[device]] = 1
+    has_new, has_old = np.zeros((len(new_np), num_experts)), np.zeros((len(old_np), num_experts))
+    for index, (new, old) in enumerate(zip(new_np, old_np, strict=True)):
+        has_new[index, new] = has_old[index, old] = 1
     common_nn = has_new @ has_old.T
-    kept_np = np.empty_like(new_np)
-    for _ in range(num_devices):
+    for _ in range(len(new_np)):
         new, old = np.unravel_index(int(np.argmax(common_nn)), common_nn.shape)
         common_nn[new, :] = common_nn[:, old] = -1
-        left, places = new_np[new].tolist(), [-1] * num_own
+        yield int(new), int(old)
+
+
+def _keep_places(new_np: np.ndarray, old_np: np.ndarray) -> np.ndarray:
+    """Return the new experts of each device, on the devices and in the places that have most of them already."""
+    kept_np = np.empty_like(new_np)
+    for new, old in _pair_by_experts(new_np, old_np):
+        left, places = new_np[new].tolist(), [-1] * new_np.shape[1]
         for place, expert in enumerate(old_np[old].tolist()):
             if expert in left:
                 left.remove(expert)

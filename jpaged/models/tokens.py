@@ -79,6 +79,7 @@ class TokenBatch:
         states_te: a head's input states, `[T, E]`; None for a model that takes only tokens.
         num_column_parts: parts of the hidden states' columns, whose sums over the devices overlap with matmuls; 1 sums
             all at once. More require `Model.takes_column_parts` and the layer mode `scan`. Static.
+        num_row_chunks: chunks of the rows of hidden states in parts, which divide T; see `RowChunks`. Static.
         is_used_t: see `Rows`.
         states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
         recurrent: the rows of recurrent layers; None for one row that begins its sequence.
@@ -94,6 +95,7 @@ class TokenBatch:
     adapters_t: jax.Array | None = None
     states_te: jax.Array | None = None
     num_column_parts: int = dataclasses.field(default=1, metadata={"static": True})
+    num_row_chunks: int = dataclasses.field(default=1, metadata={"static": True})
     is_used_t: jax.Array | None = None
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     recurrent: RecurrentRows | None = None

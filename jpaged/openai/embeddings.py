@@ -27,12 +27,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jpaged import json_text
 from jpaged.chat import ChatOptions
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.json_text import Items
@@ -59,11 +60,19 @@ MAX_INPUTS = 2048
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
 """Poolings of an input's hidden states into one vector; models that generate have only the first two."""
 _NORMALIZE = ("normalize", "use_activation")
-ENCODINGS = ("float", "base64")
+ENCODINGS = ("float", "base64", "bytes", "bytes_only")
+"""Encodings of vectors: numbers, their bytes as text, and bodies of bytes, of which `bytes` has a header."""
 DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 """Types of the numbers in base64."""
 BYTE_ORDERS = ("native", "little", "big")
 """Orders of their bytes; the native one is little-endian, as on every supported processor."""
+
+
+def check_truncation(limit: int | None, max_model_len: int) -> None:
+    """Raise InvalidArgument if inputs are to be cut to more tokens than the model takes, as vLLM does."""
+    if limit is not None and limit > max_model_len:
+        problem = f"{limit} is over max_model_len ({max_model_len}): request a smaller truncation size"
+        raise InvalidArgument("truncate_prompt_tokens", problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +92,24 @@ class How:
     truncation_side: Literal["left", "right"] = "left"
 
     def truncated(self, token_ids: Sequence[int], max_model_len: int) -> tuple[int, ...]:
-        """Return the tokens of an input that are kept."""
+        """Return the tokens of an input that are kept.
+
+        Raises:
+            InvalidArgument: `truncate_prompt_tokens` exceeds the model's limit.
+        """
         limit = self.truncate_prompt_tokens
         if limit is None:
             return tuple(token_ids)
+        check_truncation(limit, max_model_len)
         limit = max_model_len - 1 if limit == -1 else limit  # an input must be shorter than the model's limit
         return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
+
+
+class Binary(NamedTuple):
+    """A vector or an array as bytes."""
+
+    content: bytes
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +117,10 @@ class EmbedJob:
     """A parsed body of /v1/embeddings.
 
     Attributes:
-        encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype` as base64.
+        encoding: one of `ENCODINGS`: numbers, or the bytes of `dtype`, as base64 or as the body.
         dtype: one of `DTYPES`.
         is_big_endian: their bytes are in big-endian order.
+        add_special_tokens: add the tokenizer's special tokens to texts.
         pooling: None for the model's own.
         dimensions: required width of a vector; None for any.
         normalize: scale vectors to length 1; None leaves it to the model.
@@ -117,16 +139,33 @@ class EmbedJob:
     chat_options: ChatOptions = ChatOptions()  # noqa: RUF009 - frozen
     dtype: str = "float32"
     is_big_endian: bool = False
+    add_special_tokens: bool = True
 
-    def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str:
-        """Return a vector, or an array as base64, in the encoding of the job."""
-        if self.encoding != "base64":
+    @property
+    def is_binary(self) -> bool:
+        """True if the response is no JSON."""
+        return self.encoding in ("bytes", "bytes_only")
+
+    def encoded(self, values: Sequence[float] | NDArray[np.float32]) -> list[float] | str | Binary:
+        """Return a vector, or an array as bytes, in the encoding of the job."""
+        if self.encoding == "float":
             return [float(number) for number in values]
         with np.errstate(over="ignore"):  # infinity, as in vLLM
             found = np.asarray(values, np.float32).astype(DTYPES[self.dtype])
         order = ">" if self.is_big_endian else "<"
-        words = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}")
-        return base64.b64encode(words.tobytes()).decode()
+        content = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}").tobytes()
+        return Binary(content, found.shape) if self.is_binary else base64.b64encode(content).decode()
+
+    def binary_body(self, body: Mapping[str, Any]) -> tuple[bytes, str]:
+        """Return the bytes of a response's vectors, and the rest of it as JSON: vLLM's header `metadata`."""
+        order, end = "big" if self.is_big_endian else "native", 0
+        contents, items = list[bytes](), list[dict[str, Any]]()
+        for one in body["data"]:
+            content, shape = one.get("embedding") or one["data"]
+            where: dict[str, Any] = {"start": end, "end": (end := end + len(content)), "shape": shape}
+            items.append({"index": one["index"], "embed_dtype": self.dtype, "endianness": order, **where})
+            contents.append(content)
+        return b"".join(contents), json_text.dumps({**body, "data": items})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +179,10 @@ class PoolingJob(EmbedJob):
 
     Attributes:
         task: one of `POOLING_TASKS`, or of `HEAD_TASKS`, of which classifiers support the first one.
-        add_special_tokens: add the tokenizer's special tokens to texts.
         request_id: id of the response, after "pooling-".
     """
 
     task: str = POOLING_TASKS[0]
-    add_special_tokens: bool = True
     request_id: str = ""
 
 
@@ -165,6 +202,8 @@ class SimilarityJob:
     Attributes:
         top_n: number of documents to rank by their similarity to the query, which is the first text of each pair;
             None returns similarities in the order of the pairs.
+        use_activation: return scores of a cross-encoder, not its logits; similarities do not depend on it.
+        max_tokens: tokens to which the first and the second texts are cut, each; 0 leaves them as they are.
         name: the caller's name of the first texts, for errors.
     """
 
@@ -172,6 +211,8 @@ class SimilarityJob:
     how: How = How()
     pooling: Pooling | None = None
     top_n: int | None = None
+    use_activation: bool = True
+    max_tokens: tuple[int, int] = (0, 0)
     name: str = field(default="text_1", compare=False)
 
     @property
@@ -182,17 +223,22 @@ class SimilarityJob:
 
 _OF_ALL = {one.name for one in fields(How)}
 _OF_VECTORS = {"encoding_format", "embed_dtype", "endianness", "dimensions"}
-OF_EMBEDDINGS = {*_OF_ALL, *_OF_VECTORS, "input", "pooling", "normalize", "prompt_name", "user", "use_activation"}
+OF_EMBEDDINGS = {
+    *_OF_ALL,
+    *_OF_VECTORS,
+    *("input", "pooling", "normalize", "prompt_name", "user", "use_activation", "add_special_tokens"),
+}
 OF_EMBEDDED_CHATS = {
     *(OF_EMBEDDINGS - {"input"}),
     *("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    "add_special_tokens",
 }
 _TEXTS_1, _TEXTS_2 = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
 """Names of the texts of pairs; vLLM accepts each."""
-_OF_SIMILARITIES = {*_OF_ALL, *_TEXTS_1, *_TEXTS_2, "pooling"}
+_MAX_TOKENS = ("max_tokens_per_query", "max_tokens_per_doc")
+_OF_PAIRS = {*_OF_ALL, *_MAX_TOKENS, "pooling", "use_activation"}
+_OF_SIMILARITIES = {*_OF_PAIRS, *_TEXTS_1, *_TEXTS_2}
 _OF_LOGLIKELIHOODS = {*_OF_ALL, "prompt", "continuations"} - {"truncate_prompt_tokens", "truncation_side"}
-OF_RERANKING = {*_OF_ALL, "query", "documents", "top_n", "return_documents", "pooling"}
+OF_RERANKING = {*_OF_PAIRS, "query", "documents", "top_n", "return_documents"}
 OF_SCORES = _OF_SIMILARITIES | _OF_LOGLIKELIHOODS
 OF_CLASSIFYING = {*_OF_ALL, "input", "user", "use_activation", "add_special_tokens", "request_id"}
 OF_CLASSIFIED_CHATS = {*(OF_CLASSIFYING - {"input"}), *(OF_EMBEDDED_CHATS - OF_EMBEDDINGS)}
@@ -251,7 +297,6 @@ def pooling_job(as_given: Mapping[str, Any]) -> PoolingJob:
         pooling="all" if task == "token_embed" else None,
         normalize=flag_in(body, "use_activation", default=True),
         task=task,
-        add_special_tokens=flag_in(body, "add_special_tokens", default=True),
         request_id=name_in(body, "request_id") or "",
     )
 
@@ -260,7 +305,6 @@ def classify_job(as_given: Mapping[str, Any]) -> ClassifyJob:
     """Parse a body of /classify; raise as `score_job`."""
     own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
     body = own_fields("/classify", as_given, own)
-    flag_in(body, "add_special_tokens")
     return ClassifyJob(**_embed_fields(body, own), normalize=flag_in(body, "use_activation", default=True))
 
 
@@ -275,6 +319,7 @@ def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
         given = body.get("input")
         is_one = isinstance(given, str) or (isinstance(given, list) and any(type(one) is int for one in given))
         found["inputs"] = _texts("input", [given] if is_one else given)
+        found["add_special_tokens"] = flag_in(body, "add_special_tokens", default=True)
     dimensions = body.get("dimensions")
     if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
         raise InvalidArgument("dimensions", f"{shown(dimensions)} is not an integer of 1 or more")
@@ -299,11 +344,8 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
         documents = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in documents]
     documents = _strings("documents", documents)
     flag_in(body, "return_documents", default=True)
-    top_n = body.get("top_n", 0)
-    if type(top_n) is not int or top_n < 0:
-        raise InvalidArgument("top_n", f"{shown(top_n)} is not an integer of 0 or more")
-    pairs = tuple((query[0], one) for one in documents)
-    return SimilarityJob(pairs, how, _pooling(body), top_n or len(pairs), "query")
+    top_n, pairs = _count(body, "top_n"), tuple((query[0], one) for one in documents)
+    return SimilarityJob(pairs, how, **_pair_fields(body), top_n=top_n or len(pairs), name="query")
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:
@@ -323,7 +365,23 @@ def _similarity_job(body: Mapping[str, Any]) -> SimilarityJob:
             names[1], f"{len(right)} texts for {len(left)} of {names[0]}: give 1 {names[0]}, or the same number"
         )
     pairs = tuple(zip(left, right, strict=True))
-    return SimilarityJob(pairs, how, _pooling(body), name=names[0])
+    return SimilarityJob(pairs, how, **_pair_fields(body), name=names[0])
+
+
+def _pair_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the common fields of bodies with pairs, by the names of a SimilarityJob."""
+    return {
+        "pooling": _pooling(body),
+        "use_activation": flag_in(body, "use_activation", default=True),
+        "max_tokens": tuple(_count(body, name) for name in _MAX_TOKENS),
+    }
+
+
+def _count(body: Mapping[str, Any], name: str) -> int:
+    count: Any = body.get(name, 0)
+    if type(count) is not int or count < 0:
+        raise InvalidArgument(name, f"{shown(count)} is not an integer of 0 or more")
+    return count
 
 
 def _only_name(body: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -49,8 +49,10 @@ from jpaged.openai.embeddings import (
     PoolingJob,
     ScoreJob,
     ScoringJob,
+    SimilarityJob,
     Text,
     check_dimensions,
+    check_truncation,
     classification_body,
     embed_job,
     embeddings_body,
@@ -395,6 +397,7 @@ class PairScorer(Protocol):
         pairs: Sequence[tuple[str, str]],
         *,
         limit: int | None = None,
+        use_activation: bool = True,
         adapter: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -553,6 +556,8 @@ class Answers:
 
     async def _scored(self, server: LineServer, line: Line) -> Answered:
         job = await self._work(partial(parse_scoring_job, line), estimate_size(line.body))
+        if isinstance(job, EmbedJob) and job.is_binary:
+            raise InvalidArgument("encoding_format", f"{job.encoding!r} is not supported in batches: use base64")
         found = await self.evaluate(server, job)
 
         def written() -> str:
@@ -584,6 +589,8 @@ class Answers:
             body = partial(loglikelihoods_body, job, scores, model=model, prompt_tokens=num_tokens)
             return Evaluation(body, 3 * sum(len(one.tokens) for one in scores), num_tokens)
         if isinstance(job, EmbedJob):
+            if not job.add_special_tokens and any(isinstance(one, str) for one in job.inputs):
+                raise InvalidArgument("add_special_tokens", "False is not supported in batches: send token ids")
             if job.messages is not None:
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))
@@ -611,22 +618,28 @@ class Answers:
                 body = partial(pooling_body, job, vectors, model=model, prompt_tokens=num_tokens)
             else:
                 body = partial(embeddings_body, job, vectors, model=model, prompt_tokens=num_tokens)
-        elif self._local.score_pairs is not None and job.pooling is None:
+            return Evaluation(body, sum(map(len, vectors)), num_tokens)
+        return await self._compared(server, job, asked)
+
+    async def _compared(self, server: LineServer, job: SimilarityJob, asked: Mapping[str, Any]) -> Evaluation:
+        """Run a body that asks for the scores of pairs of texts: by the model's head, or by the texts' vectors."""
+        how, model = job.how, job.how.model or self._model.name
+        if any(job.max_tokens):
+            raise InvalidArgument("max_tokens_per_doc", "is not supported in batches: use truncate_prompt_tokens")
+        if self._local.score_pairs is not None and job.pooling is None:
+            check_truncation(how.truncate_prompt_tokens, self._model.max_model_len)
+            score = partial(self._local.score_pairs, limit=how.truncate_prompt_tokens)
             found, num_tokens = await _by_calls(
-                partial(self._local.score_pairs, limit=how.truncate_prompt_tokens, **asked),
-                job.pairs,
-                lambda found, num: None,
+                partial(score, use_activation=job.use_activation, **asked), job.pairs, lambda found, num: None
             )
-            return Evaluation(
-                partial(scores_body, job, found, model=model, prompt_tokens=num_tokens), len(found), num_tokens
-            )
-        else:
-            vectors, num_tokens = await _by_calls(
-                partial(server.embed, pooling=job.pooling, **asked),
-                await self._truncated(server, how, job.texts),
-                lambda found, num: None,  # of a pair one number is written
-            )
-            body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
+            body = partial(scores_body, job, found, model=model, prompt_tokens=num_tokens)
+            return Evaluation(body, len(found), num_tokens)
+        vectors, num_tokens = await _by_calls(
+            partial(server.embed, pooling=job.pooling, **asked),
+            await self._truncated(server, how, job.texts),
+            lambda found, num: None,  # of a pair one number is written
+        )
+        body = partial(similarities_body, job, vectors, model=model, prompt_tokens=num_tokens)
         return Evaluation(body, sum(map(len, vectors)), num_tokens)
 
     async def _classified(self, job: ClassifyJob | PoolingJob, asked: Mapping[str, Any]) -> Evaluation:

@@ -328,7 +328,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
         "parallel_tool_calls": never("use `tool_choice.disable_parallel_tool_use`"),
     },
     "/v1/embeddings": {
-        **_OF_TEXTS,
         "task": only("embed", advice="/pooling has other tasks"),
     },
     "/pooling": {
@@ -339,16 +338,10 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/classify": {"normalize": never("use `use_activation`")},
     "/v1/score": {
         **_OF_TEXTS,
-        "use_activation": hint(bool),
-        "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
-        "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
         "instruction": only("", advice="write it into the texts"),
     },
     "/v1/rerank": {
         **_OF_TEXTS,
-        "use_activation": hint(bool),
-        "max_tokens_per_query": only(0, advice="use truncate_prompt_tokens"),
-        "max_tokens_per_doc": only(0, advice="use truncate_prompt_tokens"),
         "instruction": only("", advice="write it into the query"),
     },
     "/tokenize": {},
@@ -487,6 +480,7 @@ OF_ANY = frozenset(
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations", "prompt_name"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
         *("return_documents", "tokens", "return_token_strs", "task", "embed_dtype", "endianness"),
+        *("max_tokens_per_query", "max_tokens_per_doc"),
     }
 )
 """Fields that some path reads."""

@@ -41,9 +41,10 @@ from jpaged.device.linear import served_config
 from jpaged.device.mesh import build_mesh
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Progress
-from jpaged.errors import InternalError, InvalidArgument, NotFound
+from jpaged.errors import InternalError, InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import streaming_llm
+from jpaged.models.eagle import is_mtp, mtp_config
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.sharding import largest_split, pad_for_sharding, with_dp_attention, with_parallel_experts
@@ -145,6 +146,14 @@ def check_can_be_saved(target: str) -> None:
     check_saved_platform("save", find_target(target).platform)
 
 
+def _adjusted(config: ModelConfig, question: Question, options: EngineConfig) -> ModelConfig:
+    """Return the config of a model with what the options change of it."""
+    config = quantized_here(config, str(question.options.get("quantization", "auto")))
+    config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
+    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
+    return streaming_llm.as_asked(config, options)
+
+
 def answer(question: Question, progress: Progress) -> CompiledPlan:
     """Compile in this process.
 
@@ -153,18 +162,16 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     """
     options = EngineConfig.load(question.options)
     name, config = find_config(question.model, options.model.overrides)
-    config = quantized_here(config, str(question.options.get("quantization", "auto")))
-    target = find_target(question.target)
-    config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
-    config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
-    config = streaming_llm.as_asked(config, options)
-    draft, chosen = _draft_config(options), 1 if options.has_head else question.options.get("tensor_parallel_size")
+    target, config = find_target(question.target), _adjusted(config, question, options)
+    draft = _draft_config(options, config)
+    chosen = 1 if options.has_head else question.options.get("tensor_parallel_size")
     num_parts, in_stages = options.parallel.context_parallel_size, options.parallel.pipeline_parallel_size
     configs = [config] if draft is None else [config, draft]
     num_sharing, notes = _num_devices(configs, target, chosen, num_parts, in_stages)
     num_devices = num_sharing * num_parts * in_stages
     mesh = build_mesh(_devices(target)[:num_devices], num_parts, in_stages)
     config = served_config(config, options.model.linear_backend, mesh)
+    draft = mtp_config(config) if draft is not None and is_mtp(draft) else draft
     dtype, reason = choose_dtype(options.model.dtype, config, target.platform)
     notes += [] if reason is None else [reason]
     model = Model(config, dtype)
@@ -180,6 +187,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         num_threads=question.num_threads,
     )
     notes += _adapter_notes(options, deployment)
+    held_dtype = kv_dtype(options.cache.kv_cache_dtype, model.dtype).name
     return CompiledPlan(
         model=name,
         target=target,
@@ -187,12 +195,12 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         num_context_parts=num_parts,
         num_stages=in_stages,
         dtype=model.dtype.name,
-        kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+        kv_dtype=held_dtype,
         notes=tuple(notes),
         deployment=deployment,
         step_times=PlannedModel(
             config=config,
-            kv_dtype=kv_dtype(options.cache.kv_cache_dtype, model.dtype).name,
+            kv_dtype=held_dtype,
             itemsize=model.dtype.itemsize,
             target=target,
             num_devices=num_sharing,
@@ -252,10 +260,15 @@ def _devices(target: PlanTarget) -> Sequence[Any]:
     return compile_only_gpus(target.num_devices, target.family)
 
 
-def _draft_config(options: EngineConfig) -> ModelConfig | None:
+def _draft_config(options: EngineConfig, model: ModelConfig) -> ModelConfig | None:
     """Return the config of the draft model or head, if the options have one."""
-    if options.speculation is None or options.speculation.model is None:
+    if options.speculation is None or not options.has_draft:
         return None
+    if options.speculation.model is None:
+        try:
+            return mtp_config(model)
+        except Unsupported as error:
+            raise Unsupported(f"{SPECULATIVE}.method: mtp: {error}") from error
     try:
         return _config_of_draft(options.speculation.model, is_head=options.has_head)
     except (InvalidArgument, NotFound) as error:

@@ -26,6 +26,7 @@ was measured on these devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ import numpy as np
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
-from jpaged.device.sharded_matmul import num_column_parts
-from jpaged.device.step import Microbatches
+from jpaged.device.mesh import Microbatches
+from jpaged.device.sharded_matmul import num_column_parts, num_row_chunks
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import Mixture, ModelConfig
@@ -408,16 +409,17 @@ class PlannedStepTimes:
             return 0.0
         num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # sums have padding
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
-        whole_s, parts = self.exchange_s(link_bytes), num_column_parts(num_tokens, self.hidden_size)
+        whole_s, chunks = self.exchange_s(link_bytes), num_row_chunks(num_tokens)
+        parts = num_column_parts(num_tokens // chunks, self.hidden_size)
         if self.messages is not None:
             num_sums = num_layers - self.messages.num_layers + 2
             return num_sums * whole_s + 2 * self.messages.num_layers * self.message_s(num_tokens)
         if self.matrices is None or parts == 1 or products_s == 0.0:
             return (2 * num_layers + 1) * whole_s
-        part_s = self.exchange_s(link_bytes / parts)
-        share = products_s / parts / self.roofline.shape.num_params
-        out, up, down, qkv = (share * self.matrices[name] for name in _IN_ORDER)
-        return whole_s + num_layers * (exposed_s(out, up, part_s, parts) + exposed_s(down, qkv, part_s, parts))
+        part_s = self.exchange_s(link_bytes / parts / chunks)
+        share = products_s / parts / chunks / self.roofline.shape.num_params
+        times = {name: share * size for name, size in self.matrices.items()}
+        return whole_s + num_layers * exposed_s(times, part_s, parts, chunks)
 
     def _merges_s(self, num_tokens: int) -> float:
         n = self.num_context_parts
@@ -438,25 +440,31 @@ def layer_matrices(config: ModelConfig) -> dict[str, int]:
     return {name: sizes.get(name, 0) or sizes["gate_up"] for name in _IN_ORDER}
 
 
-def exposed_s(before_s: float, after_s: float, sum_s: float, parts: int) -> float:
-    """Return the seconds during which devices only sum, between two products in parts.
+def exposed_s(products_s: Mapping[str, float], sum_s: float, parts: int, chunks: int = 1) -> float:
+    """Return the seconds of a layer during which devices only sum, between the products of parts.
 
-        product before   | 0 | 1 | 2 |
-        sums                 | 0 ... | 1 ... | 2 ... |
-        product after                | 0 |   | 1 |   | 2 |
+        out | 0 | 1 | 2 |                          down | 0 | 1 | 2 |
+        sums    | 0 ... | 1 ... | 2 ... |          sums     | 0 ... | 1 ... | 2 ... |
+        up              | 0 |   | 1 |   | 2 |      qkv              | 0 |   | 1 |   | 2 |
+
+    With chunks of rows, each chunk has `up` and `down` after the other, so that its sums overlap with the next one.
 
     Args:
-        before_s: of a part of the product whose results are summed.
-        after_s: of a part of the product that takes them.
+        products_s: of a part of each matrix, by name, for the rows of a chunk.
         sum_s: of the sum of a part.
+        parts: of the columns of states.
     """
-    summed_s: list[float] = []
-    for number in range(1, parts + 1):
-        summed_s.append(max(number * before_s, summed_s[-1] if summed_s else 0.0) + sum_s)
-    now_s = parts * before_s
-    for ready_s in summed_s:
-        now_s = max(now_s, ready_s) + after_s
-    return now_s - parts * (before_s + after_s)
+    feed_forward = [(name, chunk) for chunk in range(chunks) for name in ("up", "down")]
+    order = [*(("out", chunk) for chunk in range(chunks)), *feed_forward, *(("qkv", chunk) for chunk in range(chunks))]
+    sources, summed_s = {"up": "out", "qkv": "down"}, dict[tuple[str, int, int], float]()
+    now_s = computed_s = links_s = 0.0
+    for (name, chunk), part in itertools.product(order, range(parts)):
+        if name in sources:
+            now_s = max(now_s, summed_s[sources[name], chunk, part])
+        now_s, computed_s = now_s + products_s[name], computed_s + products_s[name]
+        if name not in sources:
+            links_s = summed_s[name, chunk, part] = max(now_s, links_s) + sum_s
+    return now_s - computed_s
 
 
 def expert_shape(config: ModelConfig) -> dict[str, Any]:

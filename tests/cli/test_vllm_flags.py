@@ -10,12 +10,23 @@ import pytest
 from jpaged.cli.help import get_commands
 from jpaged.cli.main import main, make_parser
 from jpaged.cli.options import config_values, to_flag
-from jpaged.cli.vllm_flags import OUTCOMES, VERSION, find_flag, read_flags, translate
-from jpaged.config import iter_options
+from jpaged.cli.vllm_flags import (
+    OUTCOMES,
+    VERSION,
+    describe_variables,
+    find_flag,
+    find_variable,
+    read_flags,
+    read_variables,
+    translate,
+)
+from jpaged.config import ENVIRONMENT, iter_options
 from jpaged.errors import InvalidArgument
 
 RECORDED = (Path(__file__).with_name(f"vllm_serve_{VERSION}.txt")).read_text().split()
 """Every spelling that `vllm serve` accepts: those that --help=all lists, and `--no-` forms that it hides."""
+VARIABLES = (Path(__file__).with_name(f"vllm_variables_{VERSION}.txt")).read_text().split()
+"""Every variable VLLM_* that vLLM's `envs.py` reads."""
 OPTIONS = {to_flag(name) for name, _, _ in iter_options()} | {"--config"}
 VALUES = {
     "--kv-events-config": '{"endpoint": "tcp://*:1"}',
@@ -132,6 +143,9 @@ def test_every_flag_has_the_outcome_of_its_row(serve, outcome):
             "--spec-method ngram --spec-tokens 3",
             {"speculative_config": '{"method":"ngram","num_speculative_tokens":3}'},
         ),
+        ("-q auto_gptq --load-format bitsandbytes", {"quantization": "gptq", "load_format": "auto"}),
+        ("m --multi-step-stream-outputs", {"model": "m"}),
+        ('--structured-outputs-config {"backend":"auto","enable_in_reasoning":false} m', {"model": "m"}),
         ("-sc.method suffix", {"speculative_config": '{"method":"suffix"}'}),
         (
             '--kv-events-config {"publisher":"zmq","endpoint":"tcp://*:7","topic":"t","buffer_steps":9}',
@@ -444,6 +458,10 @@ def test_notes_are_lines_of_standard_error(capsys):
         ("--load-format", "argument --load-format: expected one argument"),
         ("--max-model-length 5", "unrecognized arguments: --max-model-length; did you mean --max-model-len?"),
         ("--gpu-memory-utilisation 5", "did you mean --memory-utilization?"),
+        ("--tp 2", "unrecognized arguments: --tp; did you mean --tensor-parallel-size?"),
+        ("--gpu-memory 0.9", "did you mean --memory-utilization?"),
+        ("--tool-parser hermes", "did you mean --tool-call-parser?"),
+        ("--quant fp8", "did you mean --quantization?"),
         ("--enforce-eagr --max-num-seq=4", "did you mean --enforce-eager, --max-num-seqs?"),
         ("--nothing-of-the-kind", "unrecognized arguments: --nothing-of-the-kind\n"),
     ],
@@ -472,3 +490,65 @@ def test_the_pooling_may_be_named(serve):
             translate(serve, words)
     with pytest.raises(InvalidArgument, match="the pooling of embeddings is fixed"):
         translate(serve, ["--pooler-config", '{"pooling_type": "LAST", "dimensions": 8}'])
+
+
+def test_the_table_has_every_variable_of_vllm():
+    assert [name for name in VARIABLES if find_variable(name) is None] == []
+    names = [name for row in read_variables() for name in row.names]
+    assert len(names) == len(set(names)) and all(name.startswith("VLLM_") for name in names)
+    for row in read_variables():
+        assert (
+            row.reason and row.outcome in ("alias", "unnecessary", "unsupported") and row.version in (VERSION, "older")
+        )
+        option = (
+            f"--{row.option.removeprefix('--no-').removeprefix('--')}" if row.option.startswith("--") else row.option
+        )
+        assert option in OPTIONS | {"", *ENVIRONMENT}, row.option
+        assert option or row.outcome != "alias"
+
+
+def test_the_key_of_vllm_is_that_of_the_server_unless_the_command_line_has_one(serve, tmp_path):
+    key = {"VLLM_API_KEY": "an-old-key-of-vllm "}
+    file = tmp_path / "options.yaml"
+    file.write_text("api-key: [a-key-of-the-file]")
+    for words, api_key in (
+        ((), "--api-key=an-old-key-of-vllm"),
+        (("--api-key", "another"), None),
+        (("--api-keys", "keys.toml"), None),
+        (("--config", str(file)), None),
+    ):
+        found, notes = translate(serve, words, key)
+        assert ("VLLM_API_KEY is --api-key here" in notes) == (api_key is not None)
+        assert [word for word in found if "an-old-key" in word] == [api_key][: api_key is not None]
+    assert translate(serve, ["m"], {"VLLM_API_KEY": " "}) == (["m"], [])
+    generate = get_commands(make_parser())["generate"]
+    assert translate(generate, ["m"], key) == (["m"], [])
+
+
+def test_variables_that_are_not_read_have_a_line_each():
+    notes = describe_variables(
+        {
+            "VLLM_USE_V1": "1",
+            "VLLM_CACHE_ROOT": "/cache",
+            "VLLM_XLA_CACHE_PATH": "/cache/xla",
+            "VLLM_ENABLE_COHERE_API": "False",
+            "VLLM_SERVER_DEV_MOD": "1",
+            "VLLM_QWEN_PORT": "tcp://10.0.0.1:80",
+            "VLLM_API_KEY": "secret",
+        }
+    )
+    assert notes == [
+        "VLLM_CACHE_ROOT, VLLM_XLA_CACHE_PATH: not read: compiled programs have a separate folder; "
+        "use JPAGED_CACHE_DIR",
+        "VLLM_QWEN_PORT: no effect: Kubernetes sets it for a service of this name",
+        "not read, and no variables of vLLM 0.33: VLLM_SERVER_DEV_MOD; did you mean VLLM_SERVER_DEV_MODE?",
+        "VLLM_USE_V1: no effect: a part of vLLM's engine that jpaged does not have",
+    ]
+
+
+def test_a_command_reads_the_variables_of_its_environment(serve, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "a-key-of-sixteen-or-more")
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    arguments = serve.parse_args(["m"])
+    assert config_values(arguments) == {"model": "m", "api_key": ["a-key-of-sixteen-or-more"]}
+    assert arguments.notes == ["VLLM_API_KEY is --api-key here"]

@@ -281,6 +281,7 @@ def test_chats_take_vllms_arguments(open_model: Open) -> None:
     llm = open_model()
     turn = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(turn, GREEDY, False)
+    assert one.prompt and one.prompt == llm.get_tokenizer().decode(one.prompt_token_ids, skip_special_tokens=False)
     two = llm.chat(messages=[turn, turn], sampling_params=GREEDY, use_tqdm=False, tools=None, chat_template_kwargs=None)
     assert tokens(two) == tokens([one]) * 2
     with pytest.warns(DeprecationWarning, match="conversations is now messages"):

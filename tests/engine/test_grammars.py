@@ -279,8 +279,9 @@ class Refusing(FakeGrammar):
         return RefusingState(self)
 
 
-def test_a_token_that_a_grammar_fails_to_accept_ends_its_request_with_why():
-    h = harness(overlap=False)
+@pytest.mark.parametrize("way", [{"overlap": False}, {"executor": FedExecutor, "num_scheduler_steps": 4}])
+def test_a_token_that_a_grammar_fails_to_accept_ends_its_request_with_why(way):
+    h = harness(**way)
     h.submit("a", [3], grammar=Refusing(V, EOS, 30, is_free=True), max_tokens=20)
     h.submit("b", [3], max_tokens=9)
     h.run()

@@ -223,6 +223,8 @@ def test_a_limit_leaves_room_for_what_is_in_flight_and_refuses_what_it_leaves_no
     h.run()
     assert len(h.tokens("needs four")) == 8
     assert "4 blocks" in str(h.last("needs eight").error)
+    (seen,) = h.engine.inspector.snapshots()
+    assert not seen.cancel()  # the engine thread will set it
     h.engine.inspector.limit(None)
     h.submit("needs eight again", [1] * 8, max_tokens=24)
     h.run()

@@ -220,6 +220,8 @@ def test_the_first_level_only_pauses() -> None:
     ("call", "problem"),
     [
         (lambda engine: engine.sleep(3), "level: 3 is not 0, 1 or 2"),
+        (lambda engine: engine.sleep(1, "stop"), "mode: 'stop' is not one of abort, wait, keep"),
+        (lambda engine: engine.pause("stop"), "mode: 'stop' is not one of abort, wait, keep"),
         (lambda engine: engine.wake_up(["weight"]), "tags: 'weight' is not one of weights, kv_cache, scheduling"),
     ],
 )

@@ -174,6 +174,16 @@ async def test_the_model_is_listed_and_described() -> None:
         assert (await client.head("/")).status_code == 200
 
 
+async def test_a_model_that_is_served_needs_no_pull() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        for body in ({"model": "fake"}, {"name": "fake:latest", "insecure": False, "stream": True}):
+            answer = await client.post("/api/pull", json=body)
+            assert answer.headers["content-type"] == "application/x-ndjson"
+            assert lines_in(answer.text) == [{"status": "success"}]
+        answer = await client.post("/api/pull", json={"model": "fake", "stream": False})
+        assert answer.json() == {"status": "success"}
+
+
 async def test_errors_are_one_text(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(FILE)
@@ -192,7 +202,9 @@ async def test_errors_are_one_text(tmp_path: Any) -> None:
             ("/api/chat", {**CHAT, "messages": [{**USER, "content": "a" * 500}]}, 400, "messages: "),
             ("/api/generate", {"model": "fake", "prompt": "a", "context": [1]}, 400, "context: "),
             ("/api/show", {"model": "other"}, 404, "model 'other' not found"),
-            ("/api/pull", {"model": "fake"}, 404, "there is no POST /api/pull"),
+            ("/api/pull", {"model": "other"}, 404, "model 'other' not found; this server has fake"),
+            ("/api/pull", {"insecure": True}, 400, "model: is missing"),
+            ("/api/create", {"model": "fake"}, 404, "there is no POST /api/create"),
         ):
             answer = await client.post(path, json=body)
             assert answer.status_code == status and list(answer.json()) == ["error"], answer.text

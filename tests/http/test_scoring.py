@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,35 @@ async def test_vectors_of_tokens_are_limited_before_they_are_computed() -> None:
         assert (await client.post("/pooling", json={**body, "encoding_format": "base64"})).status_code == 200
 
 
+async def test_vectors_are_the_bytes_of_a_body_on_demand() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def answered(path: str, **body: Any) -> httpx2.Response:
+            answer = await client.post(path, json={"input": ["one", "three"], **body})
+            assert answer.status_code == 200, answer.text
+            return answer
+
+        vectors = [one["embedding"] for one in (await answered("/v1/embeddings")).json()["data"]]
+        big = {"embed_dtype": "float16", "endianness": "big"}
+        for how, dtype in (({}, "<f4"), (big, ">f2")):
+            answer = await answered("/v1/embeddings", encoding_format="bytes", **how)
+            metadata = json.loads(answer.headers["metadata"])
+            assert answer.headers["content-type"] == "application/octet-stream"
+            for item, vector in zip(metadata["data"], vectors, strict=True):
+                assert item["embed_dtype"] == how.get("embed_dtype", "float32")
+                found = np.frombuffer(answer.content[item["start"] : item["end"]], dtype).reshape(item["shape"])
+                assert np.allclose(found, vector, rtol=1e-2)
+            assert metadata["usage"]["prompt_tokens"] == 8 and metadata["model"] == "fake"
+        plain = await answered("/v1/embeddings", encoding_format="bytes_only")
+        assert "metadata" not in plain.headers
+        assert np.allclose(np.frombuffer(plain.content, "<f4"), np.concatenate(vectors))
+        pooled = await answered("/pooling", encoding_format="bytes", task="token_embed")
+        shapes = [one["shape"] for one in json.loads(pooled.headers["metadata"])["data"]]
+        assert shapes == [[3, len(vectors[0])], [5, len(vectors[0])]]
+        many = await client.post("/v1/embeddings", json={"input": ["a"] * 500, "encoding_format": "bytes"})
+        assert many.status_code == 400 and "use bytes_only" in many.json()["error"]["message"]
+
+
 async def test_special_tokens_are_left_out_of_pooled_texts_on_demand() -> None:
     class Tokenizer(ByteTokenizer):
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -166,8 +196,9 @@ async def test_special_tokens_are_left_out_of_pooled_texts_on_demand() -> None:
         httpx2.AsyncClient(base_url=harness.http_url) as client,
     ):
         for added in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
-            answer = await client.post("/pooling", json={"input": ["a", [7]], **added})
-            assert answer.json()["usage"]["prompt_tokens"] == 2 + added.get("add_special_tokens", True)
+            for path in ("/pooling", "/v1/embeddings"):
+                answer = await client.post(path, json={"input": ["a", [7]], **added})
+                assert answer.json()["usage"]["prompt_tokens"] == 2 + added.get("add_special_tokens", True)
         answer = await client.post("/classify", json={"input": "a", "add_special_tokens": "no"})
         assert answer.json()["error"]["param"] == "add_special_tokens"
 

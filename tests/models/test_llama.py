@@ -125,20 +125,25 @@ def test_states_measured_where_they_arise_are_normalised_alike(tmp_path: Path) -
     "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama_gqa_bias", "llama_mha"))]
 )
 def test_states_in_column_parts_are_those_of_whole_states(name: str, tmp_path: Path) -> None:
-    """Each part is summed by itself, and a layer projects for the next one; the inputs of layers are found, too."""
+    """Each part is summed by itself, and a layer projects for the next one; the inputs of layers are found, too.
+
+    Chunks of the rows change no result.
+    """
     case, positions = tiny_case(name), jnp.arange(len(TOKENS))
     model, params, watched = model_of(case), params_of(case, tmp_path, "scan"), (2, 0, 3)
     assert model.takes_column_parts
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(num_column_parts: int) -> tuple[jax.Array, list[jax.Array]]:
-        tokens = TokenBatch(jnp.asarray(TOKENS), positions, positions + 1, num_column_parts=num_column_parts)
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def run(num_column_parts: int, num_row_chunks: int = 1) -> tuple[jax.Array, list[jax.Array]]:
+        sizes: dict[str, Any] = {"num_column_parts": num_column_parts, "num_row_chunks": num_row_chunks}
+        tokens = TokenBatch(jnp.asarray(TOKENS), positions, positions + 1, **sizes)
         hidden_te, _, seen = model.run_watched(params, tokens, dense.attend, (), "scan", watched)
         return hidden_te, seen
 
-    whole, in_parts = run(1), run(4)
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5), in_parts, whole)
-    np.testing.assert_array_equal(in_parts[0], in_parts[1][2])
+    whole = run(1)
+    for in_parts in (run(4), run(2, 2)):
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5), in_parts, whole)
+        np.testing.assert_array_equal(in_parts[0], in_parts[1][2])
 
 
 @pytest.mark.parametrize("name", ["opt", "gemma2", "deepseek_v3", "mixtral", "gpt_oss"])

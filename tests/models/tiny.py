@@ -102,9 +102,6 @@ def _decoders() -> list[TinyCase]:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    whole_keys = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
-    whole_keys |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2}
-    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
     uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -131,10 +128,7 @@ def _decoders() -> list[TinyCase]:
         _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
         _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
         _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
-        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
-        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
-        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
-        _gemma3n("gemma3n_text", 9),
+        *_sharing(),
         _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
         _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
         _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
@@ -156,6 +150,23 @@ def _decoders() -> list[TinyCase]:
         _deepseek("deepseek_v2", 2, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
         _deepseek("deepseek_v3", 3, q_lora_rank=36, rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.6}),
         _case("phi3_grows", "Phi3", (4, 2, 16), 30, **growing),
+    ]
+
+
+def _sharing() -> list[TinyCase]:
+    """Layers that attend to the keys of others, and heads of two sizes."""
+    whole_keys: dict[str, object] = {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+    }
+    whole_keys |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2}
+    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
+    return [
+        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
+        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
+        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
+        _gemma3n("gemma3n_text", 9),
     ]
 
 
@@ -392,7 +403,7 @@ def write_checkpoint(case: TinyCase, folder: Path) -> Path:
 
 def tensors(case: TinyCase) -> dict[str, np.ndarray]:
     """Every tensor of the checkpoint; each has its own stream, so their order does not matter."""
-    return {name: _tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
+    return {name: tensor(case, name, shape) for name, shape in _shapes(case.config).items()}
 
 
 def _case(name: str, family: str, heads: tuple[int, int, int], prompt_len: int, **settings: object) -> TinyCase:
@@ -527,7 +538,8 @@ def _llama_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def tensor(case: TinyCase, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One tensor, whose stream its name and the case's begin."""
     if name.endswith((".act_fn.beta", ".act_fn.eps")):
         return np.array(0.5 if name.endswith("beta") else -1e-6, np.float32)
     noise = _generator(f"{case.name}/{name}").standard_normal(shape, dtype=np.float32)

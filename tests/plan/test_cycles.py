@@ -172,11 +172,19 @@ def test_a_step_is_products_attention_sampling_glue_and_sums() -> None:
 
 
 def test_sums_in_parts_take_what_products_do_not_hide() -> None:
-    assert exposed_s(1.0, 1.0, 0.0, 4) == 0
-    assert exposed_s(1.0, 5.0, 1.0, 4) == 0  # part 0 is summed before the last part is multiplied
-    assert exposed_s(1.0, 1.0, 1.5, 1) == 1.5
+    def exposed(out_s: float, up_s: float, sum_s: float, parts: int) -> float:
+        """Sums after `out`; those after `down` are hidden by long products."""
+        return exposed_s({"out": out_s, "up": up_s, "down": 100.0, "qkv": 100.0}, sum_s, parts)
+
+    assert exposed(1.0, 1.0, 0.0, 4) == 0
+    assert exposed(1.0, 5.0, 1.0, 4) == 0  # part 0 is summed before the last part is multiplied
+    assert exposed(1.0, 1.0, 1.5, 1) == pytest.approx(1.5 * 2)
     # Sums end at 11, 21, 31 and 41, and the products take 8 of the 42.
-    assert exposed_s(1.0, 1.0, 10.0, 4) == 34
+    assert exposed(1.0, 1.0, 10.0, 4) == 34
+    # The sum after `down` takes 4 more than `qkv`, with one chunk. With two, only that of the second is not hidden.
+    times = {"out": 1.0, "up": 8.0, "down": 2.0, "qkv": 1.0}
+    assert exposed_s(times, 4.0, 1) == 4 + 4
+    assert exposed_s({name: one_s / 2 for name, one_s in times.items()}, 2.0, 1, 2) == pytest.approx(1.5 + 1.5)
     config = KNOWN_MODELS["llama-3-70b"].config
     mlp = 8192 * 28672
     assert layer_matrices(config) == {"out": 8192**2, "up": 2 * mlp, "down": mlp, "qkv": 8192 * 10240}

@@ -132,5 +132,6 @@ def test_latents_of_all_devices_are_planned_for_each_target() -> None:
         assert (before["has_dp_attention"], after["has_dp_attention"]) == (False, True)
         assert after["pool_tokens"] > 5 * before["pool_tokens"]
         assert after["sent_bytes"] / after["num_running"] < before["sent_bytes"] / before["num_running"]
-        assert after["decode_tokens_per_s_of_device"] > before["decode_tokens_per_s_of_device"]
+        has_rows_for_all = after["num_running"] >= after["num_devices"]  # else products read more weights
+        assert (after["decode_tokens_per_s_of_device"] > before["decode_tokens_per_s_of_device"]) == has_rows_for_all
     assert all(one["source"] for one in wide if one["published"] is not None)

@@ -5,9 +5,13 @@ import signal
 import subprocess
 
 import pytest
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
+from jpaged.service.chat.__main__ import remember_safe_attributes
 from jpaged.service.chat.sandbox import TemplateProcess, _TemplateChild
 from jpaged.service.chat.template import ChatTemplate
 
@@ -169,3 +173,29 @@ def test_a_process_that_does_not_answer_is_not_waited_for_again():
     error = _TemplateChild.reason(None, TimeoutError())  # type: ignore[arg-type]
     assert isinstance(error, Unavailable)
     assert "did not answer within" in str(error)
+
+
+def test_a_remembered_check_answers_as_jinjas_own():
+    class Remembering(ImmutableSandboxedEnvironment):
+        pass
+
+    class Nested(Namespace):
+        pass
+
+    remember_safe_attributes(Remembering)
+    plain, remembering = ImmutableSandboxedEnvironment(), Remembering()
+    values = [{}, [], "", 0, 0.0, True, None, (), set(), Namespace(), Nested(), len, lambda: 0, str, iter("")]
+    names = {name for value in values for name in dir(value)} | {"_x", "__x", "x", "mro", "gi_frame", "f_globals"}
+    for _ in range(2):
+        for value in values:
+            for name in names:
+                ours = remembering.is_safe_attribute(value, name, None)
+                assert ours == plain.is_safe_attribute(value, name, None), (value, name)
+    source = (
+        "{% set ns = namespace(n=1) %}{% for k in [{'a': 1}] %}{{ loop.index }}{{ k.get('a') }}{{ ns.n }}{% endfor %}"
+    )
+    assert remembering.from_string(source).render() == "111"
+    for unsafe in ("[].append(1)", "{}.update({})", "''.__class__"):
+        for _ in range(2):
+            with pytest.raises(SecurityError):
+                remembering.from_string("{{ " + unsafe + ".x }}").render()

@@ -262,7 +262,7 @@ def _digest_of_model(config: ModelConfig) -> str:
 def _digest_of_draft(draft: DraftStep) -> str:
     step = draft.step
     how = (step.model.dtype, step.layout, step.layer_mode, step.backend, step.linear_backend, step.activation_dtype)
-    beside = draft.group, draft.num_tokens, draft.watched, draft.shares_embedding, draft.pinned_length
+    beside = draft.group, draft.num_tokens, draft.watched, draft.shared, draft.pinned_length
     return _digest(repr((_digest_of_model(step.model.config), how, *beside)))
 
 

@@ -29,7 +29,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
 from jpaged.kernels.sampling import choose_kernel
-from jpaged.models.eagle import EagleConfig
+from jpaged.models.eagle import EagleConfig, is_mtp
 from jpaged.models.layer_kinds import KVGroups
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
@@ -38,6 +38,8 @@ NAME = "speculative_config"
 DRAFT = "draft"
 """Key of the draft's parameters in those of a step that has one."""
 _EMBEDDING = "embed"
+_OF_MTP = (_EMBEDDING, _EMBEDDING), ("lm_head", "lm_head"), ("target_norm", "norm")
+"""Parameters that an MTP layer shares with its model; there is no `lm_head` if it is tied to the embedding."""
 _FEW_ROWS = (1, 2, 4)
 """Fewer rows than the smallest decode."""
 
@@ -52,9 +54,12 @@ def with_draft(
         Unsupported: the chosen attention backend cannot run the draft.
     """
     _check_options(step, geometry, options)
-    watched, shares_embedding = _check_model(step, geometry, draft), False
+    watched, shared = _check_model(step, geometry, draft), tuple[tuple[str, str], ...]()
     if isinstance(draft.config, EagleConfig) and not draft.config.has_embedding:
-        draft, shares_embedding = _with_embedding(draft, has_embedding=True), True
+        draft, shared = _with_embedding(draft, has_embedding=True), _OF_MTP[:1]
+    elif is_mtp(draft.config):
+        is_tied = draft.config.tie_word_embeddings
+        shared = tuple(pair for pair in _OF_MTP if not (is_tied and pair[0] == "lm_head"))
     draft_step = _draft_step(step, geometry, draft, options)
     num_tokens = speculation.num_speculative_tokens
     wanted = _wanted_rows(geometry, speculation, first_device(step.mesh).platform)
@@ -74,7 +79,7 @@ def with_draft(
     length = speculation.synthetic_acceptance_length
     pinned_length = None if length is None else round(1000 * length)
     return dataclasses.replace(
-        step, draft=DraftStep(draft_step, group, num_tokens, watched, shares_embedding, pinned_length)
+        step, draft=DraftStep(draft_step, group, num_tokens, watched, shared, pinned_length)
     ), geometry
 
 
@@ -99,19 +104,21 @@ def abstract_draft_params(draft: DraftStep, model_params: Params) -> Params:
 
 def own_params(step: Step, params: Params) -> Params:
     """Return the parameters without those that the draft shares with the model."""
-    if step.draft is None or not step.draft.shares_embedding:
+    if step.draft is None:
         return params
-    return {**params, DRAFT: {name: tree for name, tree in params[DRAFT].items() if name != _EMBEDDING}}
+    shared = dict(step.draft.shared)
+    return {**params, DRAFT: {name: tree for name, tree in params[DRAFT].items() if name not in shared}}
 
 
 def _with_shared(draft: DraftStep, params: Params, model_params: Params) -> Params:
-    return {**params, _EMBEDDING: model_params[_EMBEDDING]} if draft.shares_embedding else params
+    return params | {name: model_params[of_model] for name, of_model in draft.shared}
 
 
 def _placement(draft: DraftStep) -> MeshPlacement:
     """Return the placement of the draft's own parameters."""
     step = draft.step
-    model = _with_embedding(step.model, has_embedding=False) if draft.shares_embedding else step.model
+    has_no_embedding = isinstance(step.model.config, EagleConfig) and bool(draft.shared)
+    model = _with_embedding(step.model, has_embedding=False) if has_no_embedding else step.model
     return MeshPlacement.of(model, step.mesh, step.layer_mode)
 
 
@@ -162,6 +169,8 @@ def _check_model(step: Step, geometry: Geometry, draft: Model) -> tuple[int, ...
         )
     if isinstance(config, EagleConfig):
         return _check_head(config, step)
+    if is_mtp(config):
+        return (step.model.config.num_layers,)
     if config.num_recurrent_layers:
         raise InvalidArgument(
             f"{NAME}.model",

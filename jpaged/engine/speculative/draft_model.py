@@ -220,7 +220,7 @@ class DraftModelSpeculation:
 
     Args:
         num_speculative_tokens: draft tokens per row and round.
-        follows: the draft model runs after each step of the model, so its KV is always complete: an EAGLE head.
+        follows: the draft model runs after each step of the model, so its KV is always complete: a head.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class DraftModelSpeculation:
     @classmethod
     def of(cls, options: SpeculativeOptions, geometry: Geometry) -> DraftModelSpeculation:
         """Create the rounds that the options select."""
-        rule, follows = SpecRoundPolicy(options.disable_by_batch_size), options.method == "eagle3"
+        rule, follows = SpecRoundPolicy(options.disable_by_batch_size), options.has_head
         return cls(rule, geometry, geometry.num_speculative_tokens, follows=follows)
 
     def observe(self, observers: StepObservers) -> None:

@@ -40,6 +40,7 @@ from jpaged.models.layers import (
     QKVLinear,
     RandomKeys,
     RMSNorm,
+    RowChunks,
     TokenEmbedding,
     activate,
     dot,
@@ -464,21 +465,25 @@ class DecoderLayer(Module):
         is_plain = self.is_sequential and self.attention_post_norm is None and self.residual_scale == 1
         return has_norms and is_plain and type(self.attention) is Attention and isinstance(self.mlp, MLP)
 
-    def project(self, x: ColumnParts) -> jax.Array:
+    def project(self, x: RowChunks) -> jax.Array:
         """Return queries, keys and values, not rotated; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
         assert self.attention_norm is not None
-        return self.attention.qkv.multiply_parts(x, self.attention_norm)
+        qkv, norm = self.attention.qkv, self.attention_norm
+        return jnp.concatenate([qkv.multiply_parts(chunk, norm) for chunk in x])
 
     def finish(
-        self, x: ColumnParts, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
-    ) -> tuple[ColumnParts, Any]:
+        self, x: RowChunks, qkv: jax.Array, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[RowChunks, Any]:
         """Run the layer after its projection; see `LayerHalves`."""
         assert isinstance(self.attention, Attention)
         assert isinstance(self.mlp, MLP)
-        assert self.mlp_norm is not None
+        mlp, norm, out = self.mlp, self.mlp_norm, self.attention.out
+        assert norm is not None
         o_te, carry = self.attention.attend_projected(qkv, shared, attend, carry, place)
-        return self.mlp.add_to_parts(self.attention.out.add_to_parts(o_te, x), self.mlp_norm), carry
+        outputs = jnp.split(o_te, len(x))
+        attended = [out.add_to_parts(o_ce, chunk) for o_ce, chunk in zip(outputs, x, strict=True)]
+        return tuple(mlp.add_to_parts(chunk, norm) for chunk in attended), carry
 
     def _adjusted(self, y_te: jax.Array, norm: Norm | None) -> jax.Array:
         """Return the output of attention or feed-forward as it is added."""

@@ -1,15 +1,15 @@
-"""The shape of an EAGLE-3 head: its fields of config.json, and its leaves with their tensors in a checkpoint."""
+"""The shapes of heads and their leaves, with the tensors in a checkpoint; EAGLE-3's fields of config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH
+from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, ModelConfig
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.leaves import Names, feed_forward, norm_leaves
 from jpaged.models.families.llama import LlamaVariant
@@ -187,3 +187,79 @@ def _ids(config: EagleConfig) -> Leaf:
         leaf[...] = ids
 
     return Leaf(("ids",), (None,), (size,), ((IDS, (size,)),), pack, (0,), dtype=np.dtype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """The MTP layer of a family: its name, and its tensors without `.weight`, after the number of the layer.
+
+    Attributes:
+        architecture: vLLM's name.
+        layers_prefix: prefix of the layer's number.
+        is_after: its number follows those of the model's layers; otherwise it is 0.
+        state_first: the input is the state and the embedding, concatenated in this order.
+    """
+
+    architecture: str
+    layers_prefix: str = "layers."
+    is_after: bool = True
+    token_norm: str = "enorm"
+    state_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    state_first: bool = False
+
+
+MTP_LAYERS: Mapping[str, MtpLayer] = {
+    "DeepseekV3ForCausalLM": MtpLayer("DeepSeekMTPModel"),
+    "Glm4MoeForCausalLM": MtpLayer("Glm4MoeMTPModel"),
+    "Glm4MoeLiteForCausalLM": MtpLayer("Glm4MoeLiteMTPModel"),
+    "MiMoForCausalLM": MtpLayer(
+        "MiMoMTPModel",
+        layers_prefix="mtp_layers.",
+        is_after=False,
+        token_norm="token_layernorm",
+        state_norm="hidden_layernorm",
+        projection="input_proj",
+        norm="final_layernorm",
+        state_first=True,
+    ),
+}
+"""MTP layers by the architecture of their models."""
+_ARCHITECTURES = frozenset(mtp.architecture for mtp in MTP_LAYERS.values())
+
+
+def is_mtp(config: ModelConfig) -> bool:
+    """Return True for the config of an MTP layer."""
+    return config.architecture in _ARCHITECTURES
+
+
+def mtp_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the MTP layer of a model, which is like the model's last layer.
+
+    Raises:
+        Unsupported: the model's family has no MTP layers, or they are not supported.
+    """
+    mtp = MTP_LAYERS.get(config.architecture)
+    if mtp is None or not isinstance(config, DecoderConfig):
+        raise Unsupported(
+            f"{config.architecture} has no MTP layer that is supported; models with one: {', '.join(MTP_LAYERS)}"
+        )
+    return dataclasses.replace(
+        config,
+        architecture=mtp.architecture,
+        num_layers=1,
+        first_layer=config.num_layers if mtp.is_after else 0,
+        kinds=config.layer_kinds[-1:],
+    )
+
+
+def mtp_leaves(config: DecoderConfig, prefix: str, mtp: MtpLayer) -> list[Leaf]:
+    """Return the leaves around an MTP layer; the embedding and the output matrix are the model's."""
+    width, prefix = config.hidden_size, f"{prefix}{mtp.layers_prefix}{config.first_layer}."
+    return [
+        *norm_leaves(config, ("token_norm",), prefix + mtp.token_norm),
+        *norm_leaves(config, ("state_norm",), prefix + mtp.state_norm),
+        transposed(("eh_proj", "kernel"), f"{prefix}{mtp.projection}.weight", ("heads", "embed"), (2 * width, width)),
+        *norm_leaves(config, ("norm",), prefix + mtp.norm),
+    ]

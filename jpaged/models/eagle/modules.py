@@ -1,4 +1,4 @@
-"""The modules of a head: its layer, and the modules around it."""
+"""The modules of heads: the layer of EAGLE-3, and the modules around it and around MTP layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import InternalError
+from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.modules import MLP, Attention, DecoderEnds, Shared, make_norm
 from jpaged.models.eagle.config import NUM_WATCHED, EagleConfig
 from jpaged.models.layer_kinds import LayerKind
@@ -80,10 +81,8 @@ class EagleEnds(DecoderEnds):
 
     def begin(self, tokens: TokenBatch) -> tuple[Measured, HeadShared]:
         """See `Ends`."""
-        if tokens.states_te is None:
-            raise InternalError("a head requires hidden states")
         shared = HeadShared.of(self.shared(tokens), self.embed(tokens.ids_t))
-        return Measured.of(tokens.states_te, is_measured=False), shared
+        return Measured.of(_states(tokens), is_measured=False), shared
 
     def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
         """See `Ends`."""
@@ -96,3 +95,43 @@ class EagleEnds(DecoderEnds):
             return logits_rd
         none_rv = jnp.full((len(hidden_re), self.vocab_size), -jnp.inf, logits_rd.dtype)
         return none_rv.at[:, self.ids[...]].set(logits_rd)
+
+
+class MtpEnds(DecoderEnds):
+    """The norms and the projection before an MTP layer, a norm after it, and modules of the model.
+
+    These are its embedding, output matrix and final norm, `target_norm`.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, keys: EndsKeys, *, state_first: bool) -> None:
+        super().__init__(config, dtype, keys)
+        rngs = RandomKeys(jax.random.fold_in(keys[0], 2))
+        self.target_norm, self.token_norm, self.state_norm = (make_norm(config, dtype) for _ in range(3))
+        self.eh_proj = Linear(2 * config.hidden_size, (config.hidden_size,), False, dtype, rngs)
+        self.state_first = state_first
+
+    def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
+        """See `Ends`."""
+        inputs = [self.token_norm(self.embed(tokens.ids_t)), self.state_norm(_states(tokens))]
+        joined_td = jnp.concatenate(inputs[::-1] if self.state_first else inputs, axis=-1)
+        return Measured.of(self.eh_proj(joined_td, tokens.rows), is_measured=False), self.shared(tokens)
+
+    def end(self, x: Measured) -> jax.Array:
+        """See `Ends`. The next input of the layer is its normalized output, as the first one is the model's."""
+        assert self.norm is not None
+        return self.norm(x.x_te)
+
+    @property
+    def final_norm(self) -> None:
+        """See `Ends`. Hidden states are normalized."""
+        return None
+
+    def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
+        """See `Ends`."""
+        return self.target_norm(features_tf)
+
+
+def _states(tokens: TokenBatch) -> jax.Array:
+    if tokens.states_te is None:
+        raise InternalError("a head requires hidden states")
+    return tokens.states_te

@@ -3,7 +3,7 @@
 Gemma 2 (Gemma team 2024) has norms before and after each part, caps scores and logits, and has a window in every second
 layer; Gemma 3 (2025) normalizes queries and keys instead, has
 five layers with a window per layer without one, and separate ropes for the two kinds. In Gemma 4 (2026) these kinds
-have heads of different sizes, and late layers attend to the keys of earlier ones (`decoder/kv_sharing.py`).
+have heads of different sizes, and late layers attend to the keys of earlier ones (`decoder/shared_kv.py`).
 """
 
 from __future__ import annotations
@@ -565,7 +565,7 @@ def _nested_layer(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[L
 
 
 def _nested_modules() -> Modules[DecoderConfig]:
-    from jpaged.models.decoder.kv_sharing import AltUpEnds, AltUpLayer
+    from jpaged.models.decoder.shared_kv import AltUpEnds, AltUpLayer
 
     return Modules(AltUpEnds, AltUpLayer)
 
@@ -587,7 +587,7 @@ def _beside_leaves(config: DecoderConfig, num_experts: int, prefix: str) -> list
 
 
 def _fourth_modules() -> Modules[DecoderConfig]:
-    from jpaged.models.decoder.kv_sharing import SharingEnds, SharingLayer
+    from jpaged.models.decoder.shared_kv import SharingEnds, SharingLayer
 
     return Modules(SharingEnds, SharingLayer)
 

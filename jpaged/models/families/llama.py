@@ -1,6 +1,7 @@
 """The Llama family: rotary positions, RMS norms, a gated feed-forward; Llama, Mistral, Mixtral, Qwen2, Qwen3 and Phi-3.
 
-Phi-3 and Phi-4 (Microsoft 2024) have fused projections and LongRoPE.
+MiMo (Xiaomi 2025) is Qwen2 with an MTP layer, which drafts use (`jpaged.models.eagle`). Phi-3 and Phi-4 (Microsoft
+2024) have fused projections and LongRoPE.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class LlamaVariant:
         default_num_kv_heads: default for config.json; None is the number of query heads.
         default_max_position_embeddings: default for config.json.
         ends: default (bos, eos); None has neither.
+        mtp_layers: prefix of the tensors of MTP layers, which only drafts use; empty without such layers.
     """
 
     model_type: str
@@ -56,10 +58,13 @@ class LlamaVariant:
     default_num_kv_heads: int | None
     default_max_position_embeddings: int
     ends: tuple[int, int] | None
+    mtp_layers: str = ""
 
     def read(self, fields: JsonFields, architecture: str) -> DecoderConfig:
         """See `Family`."""
         fields.ignore(("max_sequence_length",))  # in Llama's first checkpoints, next to max_position_embeddings
+        if self.mtp_layers:
+            fields.ignore(("num_nextn_predict_layers",))
         sizes = read_sizes(fields)
         heads = read_heads(
             fields, sizes["hidden_size"], num_kv_heads=self.default_num_kv_heads, head_dim=self.default_head_dim
@@ -155,7 +160,8 @@ class LlamaVariant:
 
 
 def _family(variant: LlamaVariant) -> Family[DecoderConfig]:
-    return decoder_family(variant.model_type, variant.read, variant.to_hf, Names())
+    ignored = (variant.mtp_layers,) if variant.mtp_layers else ()
+    return decoder_family(variant.model_type, variant.read, variant.to_hf, Names(), ignored=ignored)
 
 
 def _read_mixtral(fields: JsonFields, architecture: str) -> DecoderConfig:
@@ -260,6 +266,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
     "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
     "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
+    "MiMoForCausalLM": _family(
+        LlamaVariant("mimo", "qkv", False, False, "switch", None, 32, 32768, None, "model.mtp_layers.")
+    ),
     "Phi3ForCausalLM": decoder_family(
         "phi3", _read_phi3, _phi3_to_hf, Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
     ),

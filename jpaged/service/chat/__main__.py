@@ -44,6 +44,36 @@ def names(template: str) -> list[str]:
     return sorted(meta.find_undeclared_variables(environment.parse(template)))
 
 
+_MAX_ATTRIBUTES = 4096
+
+
+def remember_safe_attributes(environment: Any) -> None:
+    """Let a class of jinja's sandboxes check each attribute of a type once.
+
+    The check compares types at every access, as in `message.get` and `loop.index`. The types here are those of JSON and
+    jinja's own loops and namespaces: their safety depends only on the type and the name of the attribute. Values
+    of other types are checked each time.
+    """
+    from jinja2.runtime import LoopContext
+    from jinja2.utils import Namespace
+
+    check, answers = environment.is_safe_attribute, dict[tuple[type, str], bool]()
+    kinds = (dict, list, str, int, float, bool, type(None), LoopContext)
+
+    def is_safe_attribute(self: Any, obj: Any, attr: str, value: Any) -> bool:
+        kind = type(obj)
+        if type(attr) is not str or not (kind in kinds or issubclass(kind, Namespace)):
+            return bool(check(self, obj, attr, value))
+        is_safe = answers.get((kind, attr))
+        if is_safe is None:
+            is_safe = bool(check(self, obj, attr, value))
+            if len(answers) < _MAX_ATTRIBUTES:
+                answers[kind, attr] = is_safe
+        return is_safe
+
+    environment.is_safe_attribute = is_safe_attribute
+
+
 _MAX_MESSAGE_CHARS = 1000
 _STATM = Path("/proc/self/statm")
 
@@ -52,8 +82,10 @@ def main() -> int:
     """Answer questions until the server closes the socket."""
     with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rb") as questions:
         keep_quiet_about_torch()
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        remember_safe_attributes(ImmutableSandboxedEnvironment)
         _limit_memory()
         while True:
             try:

@@ -57,6 +57,10 @@ Format = dict[str, Any]
 _ANY_OBJECT = {"type": "object"}
 _NEWLINES: Format = {"type": "regex", "pattern": r"[\r\n]{0,4}"}
 _TEXT: Format = {"type": "regex", "pattern": "(?s:.*)"}
+_ANY, _NO_END = "(?s:.*)", "(?:[^<]|<+[^/<])*"
+"""Texts before an end that is a special token, and before an end tag such as `</parameter>`."""
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_GROUP = re.compile(r"\((?:\?:|(?!\?))")
 _EMPTY: Format = {"type": "regex", "pattern": "()"}
 _KEY: Format = {"type": "regex", "pattern": r"[^\s<>{}()\[\]\"'=,;|:]{1,64}"}
 _NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,4}"}
@@ -363,7 +367,8 @@ def _text_value(
         return [_or([_constant(text) for text in texts]), *after]
     pattern, low, high = schema.get("pattern"), schema.get("minLength"), schema.get("maxLength")
     if isinstance(pattern, str) and types.is_text:
-        return _matching_text(_search_pattern(pattern), end, tokens)
+        around = _ANY if tokens.are_in((end,)) else _NO_END if "</" in end else "[^<]*"
+        return _matching_text(_search_pattern(pattern, around), end, tokens)
     if (low or high is not None) and types.is_text:
         return _matching_text(f"[^<]{{{low or 0},{'' if high is None else high}}}", end, tokens)
     return _free_text(end, tokens)
@@ -374,12 +379,55 @@ def _matching_text(pattern: str, end: str, tokens: SpecialTokens) -> list[Format
     return [text, *tokens.parts(end)] if tokens.are_in([end]) else [_tag("", text, end)]
 
 
-def _search_pattern(pattern: str) -> str:
-    """Return a regular expression of whole texts in which a schema's pattern occurs, with no "<" around it."""
-    start = "" if pattern.startswith("^") else "[^<]*"
-    is_to_end = pattern.endswith("$") and not pattern.endswith("\\$")
-    inside = pattern.removeprefix("^")
-    return f"{start}(?:{inside[:-1] if is_to_end else inside}){'' if is_to_end else '[^<]*'}"
+def _search_pattern(pattern: str, around: str) -> str:
+    """Return a regular expression of whole texts in which a schema's pattern occurs.
+
+    An anchor belongs to one alternative: `^a|b$` is a text that starts with a or ends with b.
+
+    Args:
+        around: expression of the text before and after an alternative without an anchor.
+    """
+    return "|".join(_search_alternative(one, around) for one in _split_alternatives(pattern))
+
+
+def _search_alternative(pattern: str, around: str) -> str:
+    is_from_start, is_to_end = pattern.startswith("^"), _ends_with_anchor(pattern)
+    inside = pattern[is_from_start : -1 if is_to_end else None]
+    group = _GROUP.match(inside)
+    if group and not (is_from_start or is_to_end) and _end_of_group(inside) == len(inside):
+        return f"(?:{_search_pattern(inside[group.end() : -1], around)})"
+    return f"{'' if is_from_start else around}(?:{inside or '()'}){'' if is_to_end else around}"
+
+
+def _ends_with_anchor(pattern: str) -> bool:
+    before = pattern.removesuffix("$")
+    return before != pattern and (len(before) - len(before.rstrip("\\"))) % 2 == 0
+
+
+def _split_alternatives(pattern: str) -> list[str]:
+    """Return the alternatives of a regular expression, without those inside its groups."""
+    found, begin, depth = [], 0, 0
+    for place, part in _pieces(pattern):
+        depth += {"(": 1, ")": -1}.get(part, 0)
+        if part == "|" and depth == 0:
+            found.append(pattern[begin:place])
+            begin = place + 1
+    return [*found, pattern[begin:]]
+
+
+def _end_of_group(pattern: str) -> int:
+    """Return the position after the group that starts a regular expression; 0 if the group has no end."""
+    depth = 0
+    for place, part in _pieces(pattern):
+        depth += {"(": 1, ")": -1}.get(part, 0)
+        if depth == 0:
+            return place + 1
+    return 0
+
+
+def _pieces(pattern: str) -> Iterator[tuple[int, str]]:
+    """Yield the position and text of each character, escape and character class."""
+    return ((found.start(), found[0]) for found in _PIECE.finditer(pattern))
 
 
 def _listed_values(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:

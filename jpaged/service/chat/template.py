@@ -224,10 +224,15 @@ _TRIAL_TOOLS = (Tool("now", "Return the time.").as_json(),)
 _KNOWN_ROLES = ("user", "assistant")
 """Roles whose messages are not searched for in the rendered text: templates may legitimately drop earlier turns."""
 _WARNED_ROLES = ("system", "tool", "developer")
+"""Roles whose omission is only logged, once. A role that was printed once is not searched for again."""
 _LONG_CHARS = 32
 """A text of at least this length occurs in another message or in the template only if it was copied."""
 _MARK = "jpagedmark7f3a"
 _TRIAL_BYTES = 1 << 20
+_TRIAL_CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {}}}
+_TRIAL_RESULT = {"role": "tool", "tool_call_id": _TRIAL_CALL["id"], "content": _TRIAL_TEXT}
+_NULL = "None"
+"""What a template prints for a missing content that it does not check."""
 _OURS = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
@@ -310,6 +315,8 @@ class ChatTemplate:
         self.uses_tools = "tools" in names
         self._uses_documents = "documents" in names
         self._warned: set[str] = set()
+        self._printed: set[str] = set()
+        self._prints_null: bool | None = None
         self._settable = names - _OURS - variables.keys()
 
     def check_defaults(self, kwargs: Mapping[str, Any]) -> None:
@@ -407,16 +414,55 @@ class ChatTemplate:
         if is_built_in:
             text, form = _text_with_built_in_tools(in_known_roles, max_bytes, tools, outcome)
         else:
-            text, form = _text_of_forms(in_known_roles, max_bytes, outcome)
+
+            def may_print_null(text: str) -> bool:
+                others = json_text.dumps([in_known_roles, list(tools), dict(kwargs), list(documents)])
+                return text.count(_NULL) > others.count(_NULL) or self._is_null_printed()
+
+            text, form = _text_of_forms(in_known_roles, max_bytes, outcome, may_print_null)
         self._check_roles(form, text, outcome)
         return text
+
+    def _is_null_printed(self) -> bool:
+        """Return True if a trial shows, or cannot exclude, that the template prints a missing content as None.
+
+        The trial depends only on the template, so that a conversation has the same text on every server.
+        """
+        if self._prints_null is None:
+            self._prints_null = self._try_nulls()
+        return self._prints_null
+
+    def _try_nulls(self) -> bool:
+        (user,), answer = _TRIAL, {"role": "assistant", "content": _TRIAL_TEXT}
+        call = {"role": "assistant", "content": None, "tool_calls": [_TRIAL_CALL]}
+        turns: list[list[Mapping[str, Any]]] = [
+            [call, _TRIAL_RESULT],
+            [{**call, "reasoning_content": _TRIAL_TEXT}, _TRIAL_RESULT],
+        ]
+        longer = ([user, *turn, *end] for end in ([], [answer, user]) for turn in turns)
+        trials: list[list[Mapping[str, Any]]] = [[user, call], *longer]
+        has_text = False
+        for trial in trials:
+            counts = []
+            for empty in (None, ""):
+                form = [_form(message, _same, empty) for message in trial]
+                try:
+                    kind, text = self._outcome(form, self._variables, _TRIAL_BYTES, _TRIAL_TOOLS, _NOTHING)
+                except InvalidArgument:
+                    return True
+                if kind is FrameKind.RENDERED:
+                    counts.append(text.count(_NULL))
+            if len(counts) == 2 and counts[0] > counts[1]:
+                return True
+            has_text = has_text or len(counts) == 2
+        return not has_text
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str, outcome: _Outcome) -> None:
         """Reject messages of an unknown role that the template drops; warn once if it drops system or tool messages."""
         marks: dict[int, str] = {}
         for i, message in enumerate(messages):
             role, content = message["role"], str(message.get("content") or "").strip()
-            if role in _KNOWN_ROLES or role in self._warned or not content:
+            if role in _KNOWN_ROLES or role in self._warned or role in self._printed or not content:
                 continue
             if content not in text or not (role in _WARNED_ROLES or len(content) >= _LONG_CHARS):
                 marks[i] = f"{_MARK}{i}x"
@@ -425,7 +471,10 @@ class ChatTemplate:
         kind, probed = outcome([{**one, "content": marks.get(i, one.get("content"))} for i, one in enumerate(messages)])
         if kind is not FrameKind.RENDERED:
             return
-        for i in (i for i, mark in marks.items() if mark not in probed):
+        omitted = [i for i, mark in marks.items() if mark not in probed]
+        probed_roles, omitted_roles = ({messages[i]["role"] for i in each} for each in (marks, omitted))
+        self._printed |= (probed_roles & {*_WARNED_ROLES}) - omitted_roles
+        for i in omitted:
             role = messages[i]["role"]
             if role not in _WARNED_ROLES:
                 raise InvalidArgument(
@@ -479,19 +528,22 @@ def _has_call(message: Mapping[str, Any]) -> bool:
 
 
 def _text_of_forms(
-    messages: Sequence[Mapping[str, Any]], max_bytes: int, outcome: _Outcome
+    messages: Sequence[Mapping[str, Any]], max_bytes: int, outcome: _Outcome, may_print_null: Callable[[str], bool]
 ) -> tuple[str, Sequence[Mapping[str, Any]]]:
     """Return the text of the first form that the template accepts, and the form.
 
     If a template prints None for a call's missing content, use "" instead.
+
+    Args:
+        may_print_null: return False if no None of a text stands for a missing content.
     """
     failure, found = None, None
     has_null = any(message.get("tool_calls") and message.get("content") is None for message in messages)
     for form in forms(messages):
         kind, text = outcome(form)
         if kind is FrameKind.RENDERED and found is not None:
-            return (text, form) if text.count("None") < found[0].count("None") else found
-        if kind is FrameKind.RENDERED and has_null and "None" in text:
+            return (text, form) if text.count(_NULL) < found[0].count(_NULL) else found
+        if kind is FrameKind.RENDERED and has_null and _NULL in text and may_print_null(text):
             found = (text, form)
         elif kind is not FrameKind.FAILED and found is None:
             return _read_text(kind, text, max_bytes), form

@@ -19,6 +19,7 @@ from jpaged.device.compilation.program_registry import NUM_BACKGROUND_THREADS, N
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import build_mesh
 from jpaged.errors import InvalidArgument
+from jpaged.models.eagle import mtp_config
 from jpaged.models.hf_config import from_hf, head_from_hf
 from jpaged.models.model import Model
 from tests.device import tiny_model
@@ -158,6 +159,25 @@ def test_a_head_is_planned_and_saved_with_its_model(tmp_path: Path) -> None:
     executor.warm_up(tiny_model.quiet)
     assert {program.origin for program in executor._programs.ready.values()} == {"saved"}
     executor.shutdown()
+
+
+@pytest.mark.long
+def test_an_mtp_layer_is_planned_with_its_model() -> None:
+    """The embedding and the output matrix are there once."""
+    config = dataclasses.replace(tiny_model.CONFIG, architecture="MiMoForCausalLM", attention_bias=True)
+    model = Model(config, tiny_model.model().dtype)
+    mtp = Model(mtp_config(config), model.dtype)
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    scheduler = EngineConfig.load({"speculative_config": speculation}).scheduler
+    scheduler = dataclasses.replace(scheduler, max_num_seqs=4, max_num_batched_tokens=16)
+    found = deployment(64 * MIB, scheduler=scheduler, model=model, draft=mtp)
+    assert {"speculate[8]", "draft[16]", "draft_copy[8]", "forward[16]"} <= {one.name for one in found.programs}
+    plain = deployment(64 * MIB, model=model).memory.request
+    state_bytes, key_bytes = 4 * 32, 8 * 2 * 2 * 16 * 4
+    assert found.memory.request.bytes_per_block == plain.bytes_per_block + key_bytes + state_bytes
+    layer_bytes = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(mtp.abstract_params("loop")))
+    padding = found.memory.request.weight_bytes - plain.weight_bytes - layer_bytes
+    assert 0 <= padding < 4 * 97 * 32
 
 
 @pytest.mark.long

@@ -76,15 +76,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_states_in_parts_are_summed_part_by_part() -> None:
-    """Two sums for each part, and one for the embedding; the pool stays in place."""
+@pytest.mark.parametrize("num_chunks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_states_in_parts_are_summed_part_by_part(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sums for each part of each chunk of rows, and one for the embedding; the pool stays in place."""
+    monkeypatch.setattr(sharded_matmul, "_CHUNK_ROWS", 16 // num_chunks)
     model, options = model_of("llama3_tied"), EngineConfig.load(OPTIONS)
     step, geometry, params = abstract_serving(model, options, build_mesh(jax.devices()[:4]), "scan")
     lowering = program_lowerings(dataclasses.replace(step, overlaps_sums=True), params, geometry)
     executable = lowering[ProgramSpec("forward", 16)]().compile()
     exchanged = [(one.opcode, dims) for one in collectives(executable) for dims in one.dims]
     width = step.model.config.hidden_size
-    assert Counter(exchanged) == {("all-reduce", (16, width // 2)): 4, ("all-reduce", (16, width)): 1}
+    of_part = ("all-reduce", (16 // num_chunks, width // 2))
+    assert Counter(exchanged) == {of_part: 4 * num_chunks, ("all-reduce", (16, width)): 1}
     memory = executable.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == step.layout.local.num_bytes
@@ -92,8 +95,9 @@ def test_states_in_parts_are_summed_part_by_part() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("num_row_chunks", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3_tied", "llama3_tied"])
-def test_a_row_in_parts_has_its_bits_wherever_it_is(name: str) -> None:
+def test_a_row_in_parts_has_its_bits_wherever_it_is(name: str, num_row_chunks: int) -> None:
     """Four devices sum; the other rows and the row's place have no effect, and greedy tokens are those of whole states.
 
     Programs of other sizes may differ in the last bits, with parts or without: XLA for CPUs orders sums by size.
@@ -109,7 +113,9 @@ def test_a_row_in_parts_has_its_bits_wherever_it_is(name: str) -> None:
     @functools.partial(jax.jit, static_argnums=1)
     def run(ids_t: jax.Array, num_column_parts: int) -> tuple[jax.Array, jax.Array]:
         positions = jnp.full(len(ids_t), 7)
-        tokens = TokenBatch(ids_t, positions, positions + 1, num_column_parts=num_column_parts)
+        num_chunks = num_row_chunks if num_column_parts > 1 else 1
+        sizes: dict[str, Any] = {"num_column_parts": num_column_parts, "num_row_chunks": num_chunks}
+        tokens = TokenBatch(ids_t, positions, positions + 1, **sizes)
         hidden_te, _ = where.model.run(params, tokens, attend, (), "scan")
         return hidden_te, where.model.logits(params, hidden_te).argmax(-1)
 
@@ -156,6 +162,7 @@ def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.Mon
     assert few == {32: 1, 64: 1, 512: 1}  # columns that parts cannot share
     assert some == {32: 1, 64: 1, 512: 2}
     assert many == {32: 1, 64: 2, 512: 4}
+    assert [sharded_matmul.num_row_chunks(num) for num in (512, 1024, 2046, 2048, 2049, 8192)] == [1, 1, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])

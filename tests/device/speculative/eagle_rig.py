@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,19 @@ def likely_head() -> dict[str, np.ndarray]:
     return finding_head(SIZES, llama["model.embed_tokens.weight"], llama["lm_head.weight"])
 
 
+class Proposing(Protocol):
+    """An executor of a head, and what was and what should be proposed."""
+
+    @property
+    def executor(self) -> JaxExecutor: ...
+
+    @property
+    def proposals(self) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+    def wanted(self, ids: Sequence[int], count: int) -> list[int]:
+        """So many tokens after those."""
+
+
 @dataclass(frozen=True)
 class Served:
     """An executor of a head, its oracles, and what was proposed.
@@ -71,6 +84,9 @@ class Served:
     head: Head
     proposals: list[tuple[np.ndarray, np.ndarray]]
     watched: tuple[int, ...] = WATCHED
+
+    def wanted(self, ids: Sequence[int], count: int) -> list[int]:
+        return self.head.propose(ids, self.llama.features(ids[:-1], self.watched), count)
 
 
 def serve(

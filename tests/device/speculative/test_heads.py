@@ -22,7 +22,7 @@ from jpaged.models.hf_config import from_hf, head_from_hf
 from jpaged.models.model import Model
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
-from tests.device.speculative.eagle_rig import HEAD, LLAMA, SIZES, Served, likely_head, serve
+from tests.device.speculative.eagle_rig import HEAD, LLAMA, SIZES, Proposing, Served, likely_head, serve
 from tests.device.speculative.test_rounds import NO_IDS, NUM_TOKENS, PROMPTS, one_by_one, speculate
 from tests.models.eagle_heads import random_head, write
 from tests.models.tiny import tiny_case
@@ -78,7 +78,7 @@ def begin(driver: Driver, prompts: tuple[list[int], ...] = PROMPTS) -> list[Sequ
     return sequences
 
 
-def run_rounds(served: Served, driver: Driver, sequences: list[Sequence], num_rounds: int) -> int:
+def run_rounds(served: Proposing, driver: Driver, sequences: list[Sequence], num_rounds: int) -> int:
     """Rounds, whose every proposal is the oracle's; how many were accepted."""
     jax.effects_barrier()
     served.proposals.clear()
@@ -91,12 +91,8 @@ def run_rounds(served: Served, driver: Driver, sequences: list[Sequence], num_ro
     for done_r, proposals_rk in served.proposals:
         for row, sequence in enumerate(sequences):
             known = sequence.tokens[: before[row] + int(done_r[row])]
-            assert proposals_rk[row].tolist() == wanted(served, known)
+            assert proposals_rk[row].tolist() == served.wanted(known, NUM_TOKENS)
     return int(speculated.num_accepted_nr.sum())
-
-
-def wanted(served: Served, ids: list[int]) -> list[int]:
-    return served.head.propose(ids, served.llama.features(ids[:-1], served.watched), NUM_TOKENS)
 
 
 def run_plain(driver: Driver, sequences: list[Sequence]) -> None:

@@ -41,6 +41,7 @@ def test_any_number_of_devices_samples_what_one_device_samples(
         ("llama3_tied", {"num_hidden_layers": 2}, {"attention_backend": "xla"}, {}, ["cached", "swapped"]),
         ("llama3_tied", {"num_hidden_layers": 2}, {"max_num_batched_tokens": 64}, {}, ["chunked", "batched"]),
         ("mistral_window", {"num_hidden_layers": 2}, {}, {}, ["chunked"]),
+        ("gemma2", {"num_hidden_layers": 4}, {"kv_cache_dtype": "int8"}, {"pipeline_parallel_size": 2}, ["cached"]),
         ("mixtral", {}, {}, {}, ["cached", "swapped"]),
         ("mixtral", {}, {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ["cached"]),
         ("opt", {"num_hidden_layers": 2}, {}, {}, ["cached", "swapped"]),
@@ -54,11 +55,11 @@ def test_any_layers_are_the_same_in_stages(
     checks: list[str],
     tmp_path: Path,
 ) -> None:
-    """Another backend, several microbatches of a stage, windows, experts, learned positions."""
+    """Another backend, several microbatches of a stage, windows, scales of two groups, experts, learned positions."""
     case = tiny_case(name)
     case = dataclasses.replace(case, config={**case.config, **settings})
     stages = {"pipeline_parallel_size": settings.get("num_hidden_layers", 3)}
-    check_devices(case, [{**sizes, **stages}], checks, tmp_path, **options)
+    check_devices(case, [{**stages, **sizes}], checks, tmp_path, **options)
 
 
 @pytest.mark.long
@@ -70,13 +71,15 @@ def test_any_layers_are_the_same_in_stages(
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
         {"data_parallel_size": 2},
         {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2, "context_parallel_size": 2},
         {"dtype": "bfloat16"},
     ],
 )
 def test_the_option_goes_with_others(options: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model("llama3_tied", tmp_path)
     prompts = [*random_prompts([5, 9, 30, 1]), [7, 8, 9] * 9]
-    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype")}
+    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype", "kv_cache_dtype")}
     with open_llm(folder, num_blocks=80, linear_backend="xla", **alike) as llm:
         want = generate(llm, prompts, PARAMS)
     with open_llm(folder, num_blocks=80, pipeline_parallel_size=2, **options) as llm:
@@ -92,7 +95,6 @@ def test_what_has_no_stages_is_refused_by_name() -> None:
     for options, problem in (
         ({"enable_lora": True}, "adapter slots are not split into stages"),
         ({"speculative_config": draft}, "draft_model drafts are not split into stages"),
-        ({"kv_cache_dtype": "fp8"}, "scales of 8-bit keys and values are not split into stages"),
     ):
         with pytest.raises(InvalidArgument, match=f"pipeline_parallel_size: 2: {problem}"):
             EngineConfig.load({"pipeline_parallel_size": 2, **options})

@@ -59,6 +59,15 @@ def test_later_deadlines_still_end_their_requests_after_others_were_forgotten():
     assert ended(h) == {"abort": 4, "deadline": 4}
 
 
+def test_a_deadline_has_passed_at_its_time():
+    h = Harness()
+    h.submit("a", [1], max_tokens=100, deadline_s=10.0)
+    h.step()
+    h.clock.advance(10.0 - h.clock())
+    h.step()
+    assert ended(h) == {"deadline": 1}
+
+
 def test_a_passed_deadline_is_one_reason_whether_the_engine_or_the_caller_saw_it_first():
     h = Harness()
     h.submit("engine", [1], max_tokens=100, deadline_s=10.0)

@@ -357,6 +357,21 @@ def test_a_gain_is_tokens_times_the_time_of_a_plain_step(proposed, accepted, sec
     assert one.adaptation.mean_gain == pytest.approx(after)
 
 
+def test_plain_steps_beside_prompts_that_take_as_long_as_expected_change_no_gain():
+    seconds_of = {8: 0.01, 16: 0.02}
+    one = run(
+        k=2,
+        step_s=lambda size, num_rows: seconds_of[size] + 0.001 * num_rows,
+        row_s=0.0005,
+        token_s=0.001,
+        round_s=0.009,
+    )
+    one.adaptation.observe(range(8), [0] * 8, [0] * 8, 0.020 + 8 * 0.001, 4)
+    before = one.adaptation.mean_gain
+    one.adaptation.observe(range(8), [1] * 8, [1] * 8, 0.0)
+    assert one.adaptation.mean_gain == pytest.approx(before + (2 * PLAIN_S / SHORT_S - before) / 16)
+
+
 def test_a_device_whose_steps_were_timed_at_nothing_gains_nothing():
     one = run(step_s=lambda num_tokens, num_rows: 0.0, row_s=0.0, token_s=0.0)
     before = one.adaptation.mean_gain

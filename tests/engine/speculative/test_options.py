@@ -28,6 +28,12 @@ def test_each_method_is_read_with_vllms_defaults():
     assert parse(method="eagle3", model="a/b", num_speculative_tokens=2).method == "eagle3"
 
 
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "qwen3_next_mtp"])
+def test_mtp_needs_no_checkpoint_and_has_vllms_older_names(method):
+    found = parse(method=method, num_speculative_tokens=2)
+    assert (found.method, found.model, found.num_speculative_tokens) == ("mtp", None, 2)
+
+
 def test_one_bound_of_the_ngrams_stands_for_both_and_null_is_left_out():
     one = parse(method="ngram", num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=None, model=None)
     assert (one.prompt_lookup_min, one.prompt_lookup_max) == (3, 3)
@@ -62,6 +68,13 @@ PINNED = {**DRAFT, "rejection_sample_method": "synthetic"}
         ({"method": "draft_model", "num_speculative_tokens": 1}, ".model", "is missing: draft_model requires"),
         ({"method": "eagle3", "num_speculative_tokens": 1, "model": ""}, ".model", "is empty"),
         ({"method": "eagle3", "model": "a/b"}, ".num_speculative_tokens", "is missing"),
+        ({"method": "mtp"}, ".num_speculative_tokens", "is missing: must be from 1 to 32"),
+        ({"method": "ernie_mtp", "num_speculative_tokens": 1}, ".method", "'ernie_mtp' is not one of ngram"),
+        (
+            {"method": "mimo_mtp", "num_speculative_tokens": 1, "model": "a/b"},
+            ".model",
+            "'a/b' applies only to draft_model and eagle3; the method is mtp",
+        ),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, ".prompt_lookup_min", "4 is above"),
         ({**NGRAM, "prompt_lookup_max": 33}, ".prompt_lookup_max", "33 is above the limit of 32"),
         (

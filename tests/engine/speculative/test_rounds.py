@@ -298,11 +298,20 @@ def test_more_rows_than_were_asked_for_have_no_rounds():
 
 # --- what does not go together --------------------------------------------------------------------------------------
 
-METHODS = "draft_model", "eagle3"
+METHODS = "draft_model", "eagle3", "mtp"
 
 
 def drafting(method: str) -> dict[str, Any]:
-    return {"speculative_config": {"method": method, "model": "draft", "num_speculative_tokens": 2}}
+    model = {} if method == "mtp" else {"model": "draft"}
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 2, **model}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_runs_after_each_step_and_is_shown_no_token_again(method):
+    options = EngineConfig.load(drafting(method)).speculation
+    assert options is not None
+    rounds = DraftModelSpeculation.of(options, harness().engine._executor.geometry)
+    assert rounds._follows == options.has_head == (method != "draft_model")
 
 
 @pytest.mark.parametrize("method", METHODS)

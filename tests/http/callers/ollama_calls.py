@@ -88,6 +88,7 @@ def models(url: str) -> Any:
         loaded.context_length,
         shown.capabilities,
         len(shown.modelinfo),
+        client.pull("fake").status,
     ]
 
 
@@ -98,7 +99,7 @@ def errors(url: str) -> Any:
         lambda: list(client.chat("other", [USER], stream=True)),
         lambda: client.chat("fake", [{**USER, "images": [b"x"]}]),
         lambda: client.chat("fake", [USER], options={"mirostat": 2}),
-        lambda: client.pull("fake"),
+        lambda: client.pull("other"),
     )
     found = []
     for call in calls:

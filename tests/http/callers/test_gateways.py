@@ -12,11 +12,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from jpaged.demo import FOLDER
 from tests.http.callers.conftest import DemoServer, free_port
 from tests.http.callers.test_callers import BIN, ENVIRONMENT
 from tests.processes import WAIT_S
 
 DYNAMO = Path(sys.prefix) / "callers-dynamo" / "bin" / "python"
+DYNAMO_WORKER = Path(__file__).parents[3] / "deploy" / "dynamo" / "worker.py"
 BLOCK_SIZE = 16
 MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
 TIMES = {
@@ -143,3 +145,79 @@ def test_dynamo_follows_the_caches_by_their_events(servers):
     assert found["half"] == [2, 0] and found["unknown"] == [0, 0]
     assert found["replayed"] == [4, 0]  # by a reader that starts after the events
     assert found["removed"] == [0, 4]
+
+
+@contextlib.contextmanager
+def dynamo(servers: list[DemoServer], folder: Path, *, by_events: bool) -> Iterator[str]:
+    """Yield the address of Dynamo's frontend with a worker for each server."""
+    port, store = free_port(), folder / "discovery"
+    environment = {**ENVIRONMENT, "DYN_LOG": "error", "DYN_FILE_KV": str(store), "NO_PROXY": "*", "PYTHONPATH": ""}
+    words = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
+    words += ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
+    words += ["--router-mode", "kv" if by_events else "round-robin", "--kv-cache-block-size", str(BLOCK_SIZE)]
+    commands = [[*words, "--enable-anthropic-api"]]
+    for one in servers:
+        more = ["--tokenizer", str(FOLDER), "--kv-events", one.kv_events, "--block-size", str(BLOCK_SIZE)]
+        commands.append([str(DYNAMO_WORKER), one.url, "demo", *(more if by_events else [])])
+    with contextlib.ExitStack() as opened:
+        log = opened.enter_context((folder / "log").open("w"))
+        processes = []
+        for command in commands:
+            process = subprocess.Popen([str(DYNAMO), *command], env=environment, stdout=log, stderr=log)
+            processes.append(process)
+            opened.callback(process.wait)
+            opened.callback(process.kill)
+        url, deadline_s = f"http://127.0.0.1:{port}", time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(httpx2.TransportError):
+                found = httpx2.get(f"{url}/health").json()
+                if len([one for one in found["instances"] if one["endpoint"] == "generate"]) == len(servers):
+                    break
+            are_alive = all(process.poll() is None for process in processes)
+            assert are_alive and time.monotonic() < deadline_s, (folder / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        yield url
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("by_events", [False, True])
+def test_dynamos_frontend_answers_as_a_server_does(servers, tmp_path, by_events):
+    with dynamo(servers, tmp_path, by_events=by_events) as url:
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+            body = {"model": "demo", **REQUESTS[path]}
+            answers = [httpx2.post(f"{base}{path}", json=body, timeout=WAIT_S) for base in (servers[0].url, url)]
+            assert [answer.status_code for answer in answers] == [200, 200], path
+            assert said(answers[0].json()) == said(answers[1].json()) != "", path
+        chat = {"model": "demo", **REQUESTS["/v1/chat/completions"]}
+        whole = httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=WAIT_S).json()
+        assert streamed_text(url, {**chat, "stream": True}) == said(whole)
+        long = httpx2.post(f"{url}/v1/chat/completions", json={**chat, "max_tokens": 10**6}, timeout=WAIT_S)
+        assert long.status_code == 400 and "over max_model_len" in long.text
+
+
+@pytest.mark.deep
+def test_dynamos_router_follows_the_caches(servers, tmp_path):
+    def hits(one: DemoServer) -> float:
+        text = httpx2.get(f"{one.url}/metrics").text
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits"))
+
+    with dynamo(servers, tmp_path, by_events=True) as url:
+        for number, one in [*enumerate(servers)] * 2:
+            words = f"Session {number} of {tmp_path.name}. " + "The dog ran to the river. " * 20
+            body = {"model": "demo", "messages": [{"role": "user", "content": words}], "max_tokens": 4}
+            first = httpx2.post(f"{one.url}/v1/chat/completions", json=body, timeout=WAIT_S).json()
+            num_tokens, deadline_s = first["usage"]["prompt_tokens"], time.monotonic() + WAIT_S
+            before = hits(one)
+            while hits(one) < before + num_tokens - 2 * BLOCK_SIZE:  # its events may come after the answer
+                before = hits(one)
+                assert time.monotonic() < deadline_s
+                httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S).raise_for_status()
+
+
+def said(answer: Any) -> str:
+    """Return the text of an answer to a chat, a completion, a response or a message."""
+    if "choices" in answer:
+        (choice,) = answer["choices"]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    parts = [*answer.get("content", []), *(part for item in answer.get("output", []) for part in item["content"])]
+    return "".join(part["text"] for part in parts)

@@ -48,8 +48,8 @@ async def test_prompts_and_vectors() -> None:
 
 
 async def test_the_model_is_listed_and_described() -> None:
-    name, is_same, length, capabilities, num_facts = await called("models")
-    assert (name, is_same, length) == ("fake:latest", True, 128)
+    name, is_same, length, capabilities, num_facts, pulled = await called("models")
+    assert (name, is_same, length, pulled) == ("fake:latest", True, 128, "success")
     assert {"completion", "embedding"} <= set(capabilities) and num_facts > 5
 
 

@@ -1,13 +1,18 @@
 """Fields of vLLM's request classes that OpenAI's API lacks, and its paths."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
+import tests.server.harness as harness_module
+from jpaged.checkpoints.pooler import CheckpointPooler, Dense
+from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import How
 from jpaged.openai.request import chat_job, completion_job
-from jpaged.testing import expected_tokens
+from jpaged.testing import ByteTokenizer, expected_tokens
 from jpaged.types import SamplingParams
 from tests.http.generate.asking import asking
 from tests.server.harness import running
@@ -129,6 +134,60 @@ async def test_invocations_answer_every_kind_of_body(path: str, body: dict[str, 
         }
 
 
+async def test_invocations_of_a_classifier_classify(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Dense(np.eye(3, 2, dtype=np.float32))
+    pooler = CheckpointPooler(layers=(layer,), labels=("no", "yes"), function="softmax")
+    make = harness_module.make_serving
+    monkeypatch.setattr(harness_module, "make_serving", lambda *given: replace(make(*given), pooler=pooler))
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode",
+        lambda tokenizer, text, *, add_special_tokens=True: [1] * add_special_tokens + encode(tokenizer, text),
+    )
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        for body in ({"input": ["hello", "a"]}, {"messages": MESSAGES}):
+            expected, given = await client.post("/classify", json=body), await client.post("/invocations", json=body)
+            assert (expected.status_code, given.status_code) == (200, 200)
+            assert expected.json()["data"] == given.json()["data"]
+        plain, bare = [
+            (await client.post("/classify", json={"input": "a", "add_special_tokens": adds})).json()["usage"]
+            for adds in (True, False)
+        ]
+        assert plain["prompt_tokens"] == bare["prompt_tokens"] + 1
+        long = await client.post("/classify", json={"input": "hello", "truncate_prompt_tokens": 129})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+async def test_scores_of_a_cross_encoder_may_be_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pooler = CheckpointPooler(layers=(Dense(np.full((3, 1), 0.001, np.float32)),), labels=("a",), function="sigmoid")
+    make = harness_module.make_serving
+    monkeypatch.setattr(harness_module, "make_serving", lambda *given: replace(make(*given), pooler=pooler))
+    monkeypatch.setattr(ByteTokenizer, "encode_pair", encode_pair, raising=False)
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        bodies: dict[str, dict[str, Any]] = {
+            "/score": {"queries": "a", "documents": "b"},
+            "/rerank": {"query": "a", "documents": ["b"]},
+        }
+        for path, body in bodies.items():
+            scores = []
+            for fields in ({}, {"use_activation": True}, {"use_activation": False}, {"truncate_prompt_tokens": 1}):
+                answer = (await client.post(path, json=body | fields)).json()
+                scores.append(next(iter(answer.get("data") or answer["results"])))
+            activated, named, logit, cut = (one.get("score", one.get("relevance_score")) for one in scores)
+            assert activated == named == pytest.approx(1 / (1 + np.exp(-logit)))
+            assert cut != activated
+            long = await client.post(path, json={**body, "truncate_prompt_tokens": 129})
+            assert (long.status_code, long.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+def encode_pair(
+    tokenizer: ByteTokenizer, first: str, second: str, limit: int | None = None
+) -> tuple[list[int], int | None]:
+    """Return the bytes of both texts, and where the second one begins."""
+    return [*first.encode(), *second.encode()][:limit], len(first.encode())
+
+
 async def test_an_invocation_of_nothing_is_refused() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
         assert (await client.post("/invocations", json={})).status_code == 400
@@ -160,6 +219,24 @@ async def test_documents_are_ranked_and_texts_have_vllms_names() -> None:
         assert (both.status_code, both.json()["error"]["param"]) == (400, "queries")
 
 
+async def test_texts_of_pairs_are_cut_to_their_limits() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def ranked(query: str, document: str, **body: Any) -> Any:
+            response = await client.post("/rerank", json={"query": query, "documents": [document], **body})
+            assert response.status_code == 200, response.text
+            return response.json()["results"][0]["relevance_score"], response.json()["usage"]["prompt_tokens"]
+
+        assert await ranked("hello", "world", max_tokens_per_doc=3) == await ranked("hello", "wor")
+        assert await ranked("hello", "world", max_tokens_per_query=2) == await ranked("he", "world")
+        assert await ranked("hello", "world", max_tokens_per_query=0, max_tokens_per_doc=9) == (
+            await ranked("hello", "world")
+        )
+        for body in ({"max_tokens_per_doc": -5}, {"max_tokens_per_query": "a"}):
+            refused = await client.post("/score", json={"queries": "a", "documents": "b", **body})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, *body)
+
+
 async def test_embeddings_of_chats_and_of_truncated_inputs() -> None:
     async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
 
@@ -185,6 +262,8 @@ def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
     assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (6, 7, 8)
     assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2)
     assert How().truncated(range(3), 2) == (0, 1, 2)
+    with pytest.raises(InvalidArgument, match=r"5 is over max_model_len \(4\)"):
+        How(truncate_prompt_tokens=5).truncated(range(3), 4)
 
 
 async def test_log_probabilities_of_named_tokens_take_the_place_of_the_top_ones() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -19,24 +19,11 @@ import vllm.config
 import vllm.tokenizers
 import vllm.transformers_utils.repo_utils
 from safetensors.torch import save_file
-from tests.utils import MODEL, RemoteOpenAIServer
-
-_from_pretrained = transformers.AutoTokenizer.from_pretrained
-
-
-def _load(from_pretrained: Callable[..., Any]) -> Any:
-    if MODEL.endswith(".gguf"):
-        return from_pretrained(os.path.dirname(MODEL), gguf_file=os.path.basename(MODEL))
-    return from_pretrained(MODEL)
-
-
-@cache
-def _tokenizer() -> Any:
-    return _load(_from_pretrained)
+from tests.utils import RemoteOpenAIServer, load, load_tokenizer, served_model
 
 
 def _get_tokenizer(*_: object, **__: object) -> Any:
-    return _tokenizer()
+    return load_tokenizer()
 
 
 class _ModelConfig(vllm.config.ModelConfig):  # type: ignore[misc]
@@ -46,7 +33,7 @@ class _ModelConfig(vllm.config.ModelConfig):  # type: ignore[misc]
         pass
 
     def get_vocab_size(self) -> int:
-        return len(_tokenizer())
+        return len(load_tokenizer())
 
 
 @cache
@@ -54,7 +41,7 @@ def _adapter() -> str:
     """Return the folder of a LoRA adapter of the served model that changes nothing: its second factors are zero."""
     folder = Path(os.environ["JPAGED_LOG"]).parent / "adapter"
     folder.mkdir(exist_ok=True)
-    config, rank, tensors = _load(transformers.AutoConfig.from_pretrained), 8, {}
+    config, rank, tensors = load(transformers.AutoConfig.from_pretrained), 8, {}
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
@@ -98,7 +85,39 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 class HfRunner:
-    """Name of a helper of vLLM's tests that compares with transformers; tests that use it fail."""
+    """Interface of vLLM's class of this name for encoders and cross-encoders, by transformers."""
+
+    def __init__(
+        self, name: str, *, is_sentence_transformer: bool = False, is_cross_encoder: bool = False, **_: object
+    ):
+        if not (is_sentence_transformer or is_cross_encoder):
+            raise NotImplementedError("only encoders and cross-encoders are compared")
+        kind = transformers.AutoModelForSequenceClassification if is_cross_encoder else transformers.AutoModel
+        self._model = kind.from_pretrained(served_model(name)).eval()
+
+    def __enter__(self) -> HfRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free nothing: the model is small."""
+
+    @torch.inference_mode()
+    def encode(self, texts: list[str]) -> list[list[float]]:
+        """Return the normalized mean of the hidden states of each text."""
+        states = (self._model(**load_tokenizer()(text, return_tensors="pt")).last_hidden_state for text in texts)
+        return [torch.nn.functional.normalize(one[0].mean(0), dim=-1).tolist() for one in states]
+
+    @torch.inference_mode()
+    def predict(self, pairs: list[list[str]], **_: object) -> torch.Tensor:
+        """Return the score of each pair."""
+        logits = [self._model(**load_tokenizer()(*pair, return_tensors="pt")).logits[0, 0] for pair in pairs]
+        return torch.sigmoid(torch.stack(logits))
+
+
+@pytest.fixture(scope="session")
+def hf_runner() -> type[HfRunner]:
+    """Return the class that loads models with transformers."""
+    return HfRunner
 
 
 class LocalAssetServer:

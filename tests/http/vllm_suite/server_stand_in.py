@@ -3,12 +3,15 @@
 Environment: JPAGED_COMMAND (a command, split at spaces), JPAGED_PYTHONPATH (its PYTHONPATH), JPAGED_MODEL (a GGUF file
 or a folder), JPAGED_LOG (a file).
 
+Encoders and classifiers that the tests name are small random models with the served model's tokenizer.
+
 A server is kept for the next test file if its model name and arguments are the same. Only one runs at a time.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shlex
 import socket
@@ -16,11 +19,15 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anthropic
 import openai
+import torch
+import transformers
 
 MODEL = os.environ["JPAGED_MODEL"]
 ROCM_EXTRA_ARGS: list[str] = []
@@ -34,7 +41,16 @@ _FLAGS = (
     *("--enable-lora", "--enable-force-include-usage", "--trust-request-chat-template", "--return-tokens-as-token-ids"),
     "--enable-sleep-mode",
 )
+_POOLING: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "BAAI/bge-base-en-v1.5": ("BertModel", 768, ()),
+    "Snowflake/snowflake-arctic-embed-m-v1.5": ("BertModel", 768, ()),
+    "intfloat/multilingual-e5-small": ("XLMRobertaModel", 384, ()),
+    "BAAI/bge-reranker-base": ("XLMRobertaForSequenceClassification", 64, ("LABEL_0",)),
+    "jason9693/Qwen2.5-1.5B-apeach": ("Qwen2ForSequenceClassification", 64, ("Default", "Spoiled")),
+}
+"""Encoders and classifiers of the tests: architecture, width and labels of the random models in their place."""
 _F = TypeVar("_F")
+_from_pretrained = transformers.AutoTokenizer.from_pretrained
 _MAX_MODEL_LEN = 8192
 """Limit of the small model."""
 _MAX_TOKENS = 100
@@ -49,6 +65,60 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
+
+
+def load(from_pretrained: Callable[..., Any]) -> Any:
+    """Return what a function of transformers loads from the served model."""
+    if MODEL.endswith(".gguf"):
+        return from_pretrained(os.path.dirname(MODEL), gguf_file=os.path.basename(MODEL))
+    return from_pretrained(MODEL)
+
+
+@cache
+def load_tokenizer() -> Any:
+    """Return the tokenizer of the served model."""
+    return load(_from_pretrained)
+
+
+def served_model(name: str) -> str:
+    """Return the file or folder of the model that is served under this name."""
+    if name not in _POOLING:
+        return MODEL
+    architecture, width, labels = _POOLING[name]
+    folder = Path(os.environ["JPAGED_LOG"]).parent / name.replace("/", "--")
+    if not folder.exists():
+        _write_random(folder, architecture, width, labels)
+    return str(folder)
+
+
+def _write_random(folder: Path, architecture: str, width: int, labels: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer()
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=_MAX_MODEL_LEN,
+        initializer_range=0.2,
+        pad_token_id=1,
+        **({"type_vocab_size": 1} if "Roberta" in architecture else {}),
+        id2label=dict(enumerate(labels)) or None,
+    )
+    model_class(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if not labels:
+        modules = [{"type": f"models.{name}", "path": path} for name, path in _MODULES.items()]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+
+_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+"""Modules of sentence-transformers of an encoder, and their folders."""
 
 
 def kept_arguments(arguments: list[str]) -> list[str]:
@@ -75,7 +145,7 @@ class _Server:
     def __init__(self, key: tuple[Any, ...], model: str, arguments: list[str], variables: dict[str, str]) -> None:
         self.key = key
         self.port = free_port()
-        command = [*shlex.split(os.environ.get("JPAGED_COMMAND", "jpaged")), "serve", MODEL]
+        command = [*shlex.split(os.environ.get("JPAGED_COMMAND", "jpaged")), "serve", served_model(model)]
         command += ["--port", str(free_port()), "--http-port", str(self.port), "--served-model-name", model]
         command += ["--max-num-seqs", "16", "--kv-cache-memory-bytes", "400M", "--dtype", "float32"]
         command += ["--override-generation-config", f'{{"max_new_tokens": {_MAX_TOKENS}}}', *arguments]
@@ -167,7 +237,7 @@ class RemoteOpenAIServer:
 
     def url_for(self, *parts: str) -> str:
         """Return the address of a path."""
-        return "/".join((self.url_root, *parts))
+        return "/".join((self.url_root, *(part.strip("/") for part in parts)))
 
     def _options(self, url: str, given: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": url, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 60, **given}

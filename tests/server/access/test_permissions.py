@@ -41,6 +41,7 @@ DOCUMENTED = {
         "GET /api/tags",
         "GET /api/ps",
         "POST /api/show",
+        "POST /api/pull",
         "GET /api/version",
         "POST /v1/messages/count_tokens",
         "POST /v1/responses/input_tokens",

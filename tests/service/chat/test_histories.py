@@ -128,6 +128,59 @@ def test_no_template_prints_none_for_a_turn_that_only_calls() -> None:
     assert rendered(source, [USER, calling("{}")]) == "null"
 
 
+def counted(source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ChatTemplate, list[Any]]:
+    """Return a template, and the list to which each of its later renderings adds its messages."""
+    process, seen = template_process(), list[Any]()
+    template, render = ChatTemplate(process, source, {}), process.render
+
+    def recorded(source: str, variables: Any, messages: Any, *given: Any, **options: Any) -> Any:
+        seen.append(messages)
+        return render(source, variables, messages, *given, **options)
+
+    monkeypatch.setattr(process, "render", recorded)
+    return template, seen
+
+
+NULLS = [
+    (PRINTS, 1),
+    (NONE, 2),
+    ("{% for m in messages %}{{ m.content or '' }}{{ m.tool_calls }};{% endfor %}{# tools #}", 1),
+    ("{% for m in messages %}{{ m.content ~ '.' }};{% endfor %}{# tools, tool_calls #}", 2),
+    ("{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %};{% endfor %}{# tools, tool_calls #}", 2),
+    ("{% for m in messages %}{{ m.reasoning_content and m.content }};{% endfor %}{# tools, tool_calls #}", 2),
+]
+
+
+@pytest.mark.parametrize(("source", "num_renderings"), NULLS)
+def test_a_missing_content_is_compared_only_where_a_template_prints_it(
+    source: str, num_renderings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, seen = counted(source, monkeypatch)
+    messages = [{"role": "user", "content": "return None"}, calling("{}", reasoning_content="Hm.")]
+    talk = for_template(read_messages(messages), max_bytes=1 << 20)
+    first = template.render(talk, max_bytes=1 << 20)
+    seen.clear()
+    assert template.render(talk, max_bytes=1 << 20) == first
+    assert len(seen) == num_renderings
+    assert first.count("None") <= 1
+    kind, with_text = template_process().render(
+        source, {}, [{**one, "content": one["content"] or ""} for one in talk], 1 << 20
+    )
+    assert (kind.name, with_text) == ("RENDERED", first)
+
+
+def test_a_role_that_was_printed_is_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}{{ tools or '' }}{# tool_calls #}"
+    template, seen = counted(source, monkeypatch)
+    for num_renderings in (2, 1):
+        seen.clear()
+        assert template.render([{"role": "tool", "content": 'a "b"'}, USER], max_bytes=1 << 20) == '"a \\"b\\"""Paris?"'
+        assert len(seen) == num_renderings
+    seen.clear()
+    template.render([{"role": "critic", "content": 'a "b"'}, USER], max_bytes=1 << 20)
+    assert len(seen) == 2
+
+
 def test_fields_of_other_servers_change_nothing() -> None:
     notes: dict[str, Any] = {"annotations": [], "refusal": None, "audio": None, "function_call": None, "name": None}
     plain = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}

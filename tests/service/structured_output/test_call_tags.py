@@ -341,3 +341,25 @@ def test_the_grammar_of_nested_tags_grows_with_their_number():
         form = {"type": kind[0], "tags": [tag], kind[1]: kind[2]}
     lark = StructuralTagWriter("tag", lambda name, schema: schema).lark({"type": "structural_tag", "format": form})
     assert len(lark) < 4000
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "gemma4"])
+def test_a_pattern_is_searched_for_and_each_alternative_has_its_own_anchors(compiler, name):
+    matched = {"^a|b$": {"ax", "xb", "a"}, "(^ab$|^cd$)": {"ab", "cd"}, r"[|]|x\|y": {"a|b", "x|y"}, "1+c": {"211cd"}}
+    others = {"xa", "bx", "abcd", "", "ab ", "xay"}
+    for pattern, texts in matched.items():
+        schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]}
+        tool = Tool("find", parameters=schema)
+        grammar = compiled(compiler, (tool,), REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+        for text in texts | others:
+            written = WRITERS[name]([("find", {"x": text})])
+            assert accepts(grammar, written) == bool(re.search(pattern, text)), (pattern, text)
+
+
+def test_text_around_a_pattern_may_have_angle_brackets_but_no_end_tag(compiler):
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "[0-9]c"}}, "required": ["x"]}
+    for name in ("qwen3_coder", "glm45", "minimax_m2"):
+        grammar = compiled(compiler, (Tool("find", parameters=schema),), REQUIRED, AnswerFormat(TOOL_FORMATS[name]))
+        texts = {"a < b: 2c": 1, "<b>2c": 1, "2c <<- x": 1, "</b>2c": 0, "a < b": 0}
+        found = {text: int(accepts(grammar, WRITERS[name]([("find", {"x": text})]))) for text in texts}
+        assert found == texts, name

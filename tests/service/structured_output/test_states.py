@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.service.structured_output.compiler import GrammarCompiler, LlguidanceMasks, compile_now
-from jpaged.structured import StructuredOutputs
+from jpaged.structured import StructuredOutputs, ThinkingBudget, ThinkingGrammar
 from jpaged.structured.grammar import Grammar, GrammarMasks, GrammarState
 from tests.service.structured_output.schemas import random_schema, with_definitions
 from tests.service.structured_output.texts import (
@@ -157,7 +157,8 @@ def test_masks_of_a_batch_are_those_of_its_rows(compiler, num_threads):
     states[0].accept(ids("{")[0])
     closing = grammar_of(compiler, regex="[a-z]*").start()
     closing.closing(0)
-    rows: list[GrammarState | None] = [states[0], None, *states[1:], None, closing]
+    thinking = ThinkingGrammar(ThinkingBudget((), (50, 51), 0, is_open_at_start=True)).start()
+    rows: list[GrammarState | None] = [states[0], None, *states[1:], None, closing, thinking]
     mask_rw = np.full((len(rows), masks.num_words), 7, np.int32)
     masks.fill(rows, mask_rw)
     for row, state in enumerate(rows):
