@@ -169,7 +169,7 @@ class SharingLayer(DecoderLayer):
         super().__init__(config, dtype, rngs, kind)
         own = config.of_layer(kind)
         attention = OwnKeysAttention if kind.kv_source is None else SharedKeysAttention
-        self.attention: OwnKeysAttention | SharedKeysAttention = attention(own, dtype, rngs)
+        self.attention: OwnKeysAttention | SharedKeysAttention = attention(own, dtype, rngs)  # type: ignore[assignment]
         self.dense: DenseBeside | None = None
         if kind.is_sparse and config.mixture is not None:
             self.mlp = NormedExperts(config, config.mixture, dtype, rngs)
