@@ -41,7 +41,7 @@ def cells() -> list[str]:
         found += [f"opt-13b@{generation}:{shape}#forward[64]" for shape in (one, four)]
         found += [f"llama-3-70b@{generation}:{eight}#forward[64]"]
     found += ["llama-3-70b@v6e:2x4#forward[512],sample[64]", "llama-3-8b@v6e:2x4#copy[8],swap_out[8],swap_in[8]"]
-    found += ["llama-3-70b@v6e:2x4#forward[2048]"]
+    found += ["llama-3-70b@v6e:2x4#forward[256]", "llama-3-70b@v6e:2x4#forward[2048]"]
     found += [f"deepseek-v2-lite+{parallel}@v6e:2x2#forward[64]" for parallel in ("ep", "dp")]
     return [*found, *(f"llama-3-8b@{topology}/xla#forward[64]" for topology in ("v6e:1x1", "v6e:2x4"))]
 

@@ -30,6 +30,10 @@ import numpy as np
 from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
+from jpaged.device.aot.topology import TOPOLOGIES
+from jpaged.device.sharded_matmul import hides_sums
+from jpaged.models.config import ModelConfig
+from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.estimate import ConcurrencyLimits, Estimate, SequenceLengths, estimate
@@ -84,6 +88,13 @@ PUBLISHED = (
 )
 
 
+def overlaps_sums(config: ModelConfig, target: PlanTarget, num_devices: int) -> bool:
+    """Return True if a server of a bfloat16 model sums hidden states in parts on these devices."""
+    topology = TOPOLOGIES.get(target.name)
+    model = Model(config, np.dtype(jnp.bfloat16))
+    return topology is not None and hides_sums(model, num_devices, topology.generation.device_kind)
+
+
 PROGRAM_BYTES = 1.5 * _GIB
 """Assumed memory of the programs of a device; those of the recorded plans take 0.5 to 1.0 GiB."""
 MEMORY_SHARE = 0.95
@@ -133,6 +144,7 @@ class Anchor:
             bytes_per_block=self.block_size * token_bytes // target.num_devices,
             block_size=self.block_size,
             number_bytes=2,
+            overlaps_sums=overlaps_sums(config, target, target.num_devices),
         )
 
     def estimate(self) -> tuple[Estimate, PlannedStepTimes]:
@@ -413,16 +425,18 @@ def planned(found: Mapping[str, Any]) -> PlannedModel:
     """The model of a recorded plan."""
     memory = found["memory_of_one_device"]
     itemsize = np.dtype("float32").itemsize if found["dtype"] == "float32" else 2
+    config, target = KNOWN_MODELS[found["model"]].config, find_target(found["topology"])
     return PlannedModel(
-        config=KNOWN_MODELS[found["model"]].config,
+        config=config,
         kv_dtype=found["kv_cache_dtype"],
         itemsize=itemsize,
-        target=find_target(found["topology"]),
+        target=target,
         num_devices=found["tensor_parallel_size"],
         weight_bytes=memory["weight_bytes"],
         bytes_per_block=memory["bytes_per_block"],
         block_size=found["block_size"],
         number_bytes=found["bytes_of_a_summed_number"] or itemsize,
+        overlaps_sums=itemsize == 2 and overlaps_sums(config, target, found["tensor_parallel_size"]),
     )
 
 

@@ -11,7 +11,8 @@ without the weights. Where that is less than two of the model's longest sequence
 and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
 rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
 `+ep` has whole experts on each device, and `+dp` the attention of its own sequences, too
-(`deepseek-v2-lite+dp@v6e:2x2#forward[64]`). Steps have up to 512 tokens, or those of the cell's largest forward.
+(`deepseek-v2-lite+dp@v6e:2x2#forward[64]`). Steps have up to 512 tokens and 64 rows, or those of the cell's largest
+forward.
 
 A ring over n devices sends 2 (n - 1) / n of an all-reduce's bytes over each of its links (`_ring_share`). An exchange
 takes those bytes at the plan's rate of the links, and the plan's hops once. While it is in flight, the device runs the
@@ -90,6 +91,8 @@ _CELL = re.compile(
 Lowerings = Mapping[ProgramSpec, Callable[[], jax.stages.Lowered]]
 _MARK = "RESULT "
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_MOST_ROWS = 256
+"""Forwards of up to so many tokens decode one token of each row."""
 _SMALL = 1 << 20  # elements; arrays of fewer, such as biases, are not looked for
 
 
@@ -203,6 +206,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     sizes = [OPTIONS["max_num_batched_tokens"], *map(int, re.findall(r"forward\[(\d+)\]", match["programs"]))]
     own: dict[str, Any] = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
     own["max_num_batched_tokens"] = max(sizes)
+    own["max_num_seqs"] = max(OPTIONS["max_num_seqs"], *(size for size in sizes if size <= _MOST_ROWS), 0)
     if match["parallel"] is not None:
         config = with_parallel_experts(config)
         own["enable_expert_parallel"] = True
@@ -431,7 +435,7 @@ def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
         number_bytes=_number_bytes(result.collectives),
     )
     num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
-    is_decode = num_tokens <= OPTIONS["max_num_seqs"]
+    is_decode = num_tokens <= _MOST_ROWS
     load = StepLoad.decoding(num_tokens, 1024) if is_decode else StepLoad.prompts(num_tokens, 1024)
     return planned.step_times(), load
 

@@ -12,8 +12,8 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import PackStored, load_params, random_params, read_head, read_mtp
-from jpaged.config import EngineConfig, ModelOptions, compile_cache_dir, platform_default
+from jpaged.checkpoints.weights import PackStored, WeightReader, load_params, random_params, read_head, read_mtp
+from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
@@ -595,12 +595,49 @@ def _make_executors(
             keep=kept[index],
             draft=draft,
         )
-        if len(places) == 1:
-            executor.set_reader(functools.partial(load, ignore_progress))
+        reader = _weight_reader(model, source, options, where, pack_stored, executor.step.linear_backend)
+        executor.set_reader(reader, can_reload=len(places) == 1)
         _report_sizes(executor, _get_progress(index, len(places), progress))
         options = options.replace(num_blocks=executor.geometry.num_blocks)
         executors.append(executor)
     return executors
+
+
+def _weight_reader(
+    model: Model,
+    source: ModelSource,
+    options: EngineConfig,
+    where: MeshPlacement,
+    pack_stored: PackStored | None,
+    linear_backend: LinearBackend,
+) -> WeightReader:
+    """Return the reader of weights for an executor that runs."""
+    given = options.model
+
+    def check(folder: Path) -> None:
+        found = quantized_here(read_config(folder, given.overrides), given.quantization)
+        for field in fields(found):
+            mine, other = getattr(source.config, field.name, None), getattr(found, field.name)
+            if field.name != "eos_token_ids" and mine != other:
+                problem = f"{folder} has {field.name} {str(other)[:80]}; the model that is served has {str(mine)[:80]}"
+                raise InvalidArgument("weights", problem)
+
+    return WeightReader(
+        model,
+        source.folder,
+        where.layer_mode,
+        num_parts=where.num_parts,
+        shardings=where.shardings,
+        pack_stored=pack_stored,
+        check_folder=check,
+        packs_on_device=linear_backend != "cpu",
+        placeholder=_random_params(options, where) if given.load_format == "dummy" else None,
+    )
+
+
+def _random_params(options: EngineConfig, where: MeshPlacement) -> Callable[[], Params]:
+    seed = options.model.seed
+    return lambda: random_params(where.model, where.layer_mode, seed=seed, shardings=where.shardings)
 
 
 def _say(lines: Iterable[str], progress: Progress) -> None:
@@ -639,10 +676,9 @@ def _load(
     progress: Progress,
     pack_stored: PackStored | None = None,
 ) -> Params:
-    layer_mode, num_parts, shardings = where.layer_mode, where.num_parts, where.shardings
     if options.model.load_format == "dummy":
         progress("random weights", 1, 1)
-        return random_params(where.model, layer_mode, seed=options.model.seed, shardings=shardings)
+        return _random_params(options, where)()
 
     def tensor(done: int, total: int, name: str) -> None:
         progress(f"weights {name}", done, total)
@@ -650,9 +686,9 @@ def _load(
     return load_params(
         model,
         source.folder,
-        layer_mode,
-        num_parts=num_parts,
-        shardings=shardings,
+        where.layer_mode,
+        num_parts=where.num_parts,
+        shardings=where.shardings,
         progress=tensor,
         pack_stored=pack_stored,
     )

@@ -86,6 +86,9 @@ _NOT_PROMPTS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_pr
 _LOG = logging.getLogger(__name__)
 
 
+Weights = str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
 class PreparedRequest(NamedTuple):
     """A request, its adapter as the caller gave it, and for chats the parser of the answers."""
 
@@ -319,9 +322,30 @@ class LocalModel:
         self._stop = weakref.finalize(self, _stop, self._serving, self._process_id)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Load the model of an `EngineArgs` with its options."""
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: Sequence[object] | None = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """Load the model of an `EngineArgs` with its options. The loop always starts, in this process.
+
+        Args:
+            usage_context: has no effect: no usage data is sent.
+
+        Raises:
+            Unsupported: `stat_loggers` is given.
+        """
+        if stat_loggers:
+            raise Unsupported("stat_loggers: is not supported; read get_metrics(), or the metrics of a server")
         return cls(**engine_args.options)
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights: "0" until the first update."""
+        return self._serving.engine.weight_version
 
     @property
     def config(self) -> EngineConfig:
@@ -370,11 +394,15 @@ class LocalModel:
         self._check_usable()
         return read_metrics(self._serving)
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`."""
+    def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load a LoRA adapter under a name; requires `enable_lora`. Errors are those of `Adapters.load`.
+
+        Args:
+            replaces: the name may be in use; requests in flight keep the former adapter.
+        """
         self._check_usable()
         with self._lora_lock:
-            self._serving.adapters.load(name, path)
+            self._serving.adapters.load(name, path, replaces=replaces)
             self._loras.pop(name, None)
 
     def unload_adapter(self, name: str) -> None:
@@ -588,6 +616,26 @@ class SynchronousModel(LocalModel):
         self._check_usable()
         return self._await(self._serving.engine.wake_up(tags))
 
+    def update_weights(self, weights: Weights, *, mode: PauseMode = "keep", version: str | int | None = None) -> str:
+        """Replace the model's weights between two steps; return their version.
+
+        Args:
+            weights: a folder or GGUF file of the same model, or arrays by Hugging Face's names: a dictionary, which may
+                be nested, or pairs. NumPy's, JAX's and PyTorch's arrays are accepted. They may have some of the model's
+                tensors: all of those that are stored together, such as queries, keys and values.
+            mode: "keep" recomputes running requests from their tokens, and continues them with the new weights. "wait"
+                lets them end first, "abort" ends them.
+            version: name of the weights, which outputs report; None counts the updates.
+
+        Raises:
+            InvalidArgument: a tensor is missing, unknown, misshapen or not finite. Names, shapes and types are checked
+                before anything is changed. If a later check fails, the weights are asleep until a complete update or
+                `wake_up` succeeds.
+            Unsupported: the model's weights cannot be replaced; states why.
+        """
+        self._check_usable()
+        return self._await(self._serving.update_weights(weights, mode, version))
+
     def is_sleeping(self) -> bool:
         """Return True between `sleep` and `wake_up`."""
         return self._serving.engine.is_paused
@@ -611,6 +659,14 @@ class AsynchronousModel(LocalModel):
         """Restore device memory, as `LLM.wake_up`."""
         self._check_usable()
         return await asyncio.wrap_future(self._serving.engine.wake_up(tags))
+
+    async def update_weights(
+        self, weights: Weights, *, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> str:
+        """Replace the model's weights between two steps, as `LLM.update_weights`."""
+        self._check_usable()
+        begun = await asyncio.to_thread(self._serving.update_weights, weights, mode, version)
+        return await asyncio.wrap_future(begun)
 
     async def is_sleeping(self) -> bool:
         """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""

@@ -236,6 +236,7 @@ class Completions:
             matched_stop=last.finish.matched_stop,
             reasoning_content="".join(delta.reasoning_content for delta in deltas),
             tool_calls=ChatAnswer.of(piece for delta in deltas for piece in delta.tool_calls).tool_calls,
+            weight_versions=last.weight_versions,
         )
 
 
@@ -309,6 +310,7 @@ class _PartialSequence:
             finish_reason=None if finish is None else finish.reason.value,
             matched_stop=None if finish is None else finish.matched_stop,
             lora_request=lora,
+            weight_versions=() if self.last is None else self.last.weight_versions,
         )
 
 

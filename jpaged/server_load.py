@@ -254,6 +254,13 @@ class EngineLoad(LoadTotals):
             "Mean expert load of a device divided by that of the busiest device, when the load was read last.",
         ),
     )
+    expert_peak_ratio: float = mean(
+        "num_expert_load_reads",
+        Metric(
+            "jpaged:expert_peak_ratio",
+            "Load of a layer's busiest expert divided by the mean of its experts, averaged over layers.",
+        ),
+    )
     num_expert_rearrangements: int = counter(
         Metric("jpaged:expert_rearrangements", "Changes of the places of experts (--enable-eplb).")
     )

@@ -501,7 +501,7 @@ def test_a_head_sees_each_token_once():
         ({"tensor_parallel_size": 2}, "eagle3 runs on one device; tensor_parallel_size is 2"),
         ({"enable_lora": True}, "eagle3 does not support adapters"),
         ({"speculative_config": MTP, "swap_space": 2.0}, "mtp needs the hidden states of every token"),
-        ({"speculative_config": MTP, "tensor_parallel_size": 2}, "mtp runs on one device; tensor_parallel_size is 2"),
+        ({"speculative_config": MTP, "context_parallel_size": 2}, "mtp does not split contexts; context_parallel_size"),
     ],
 )
 def test_what_does_not_go_with_a_head_is_refused(options, problem):

@@ -116,8 +116,8 @@ def _clock(device: Hardware) -> float:
 
 
 def table() -> Iterator[Case]:
-    """All cases: every type with every number of heads and with every block size, other head sizes, and `gate`'s."""
-    found = list(gate())
+    """All cases: every type with every number of heads and with every block size, other head sizes, and the gated."""
+    found = [*gate(), *narrow()]
     for generation in ("v6e", "tpu7x"):
         found += [_decode(generation, heads, kv_dtype) for kv_dtype in _KV_DTYPES for heads in _NUM_KV_HEADS]
         found += [_decode(generation, heads, "bfloat16", size) for heads in (8, 1) for size in _BLOCK_SIZES]
@@ -148,6 +148,17 @@ def few() -> Iterator[Case]:
     for generation, head in zip(TOPOLOGIES, (2, 0, 3, 1), strict=True):
         of_generation = [case for case in gate() if case.generation == generation]
         yield from (case for case in of_generation if case.kind == "prefill" or case is of_generation[head])
+
+
+def narrow() -> Iterator[Case]:
+    """Cases with the most computation for their bytes: one or two heads of 8 bits on tpu7x, and heads of 64 in int8.
+
+    128 is the block size of a server on tpu7x.
+    """
+    for kv_dtype in _KV_DTYPES[1:]:
+        for num_kv_heads in (2, 1):
+            yield from (_decode("tpu7x", num_kv_heads, kv_dtype, block_size) for block_size in (64, 128))
+    yield from (_decode(generation, 8, "int8", head_dim=64) for generation in ("v6e", "tpu7x"))
 
 
 def _decode(generation: str, num_kv_heads: int, kv_dtype: str, block_size: int = 64, head_dim: int = 128) -> Case:

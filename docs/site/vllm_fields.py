@@ -67,6 +67,11 @@ FIELDS = {
         messages mm_processor_kwargs model padding priority request_id task truncate_prompt_tokens
         truncation_side use_activation user
     """,
+    "/classify": """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message input media_io_kwargs messages mm_processor_kwargs model padding priority
+        request_id truncate_prompt_tokens truncation_side use_activation user
+    """,
     "/v1/score": """
         cache_salt chat_template_kwargs data_1 data_2 documents instruction items max_tokens_per_doc
         max_tokens_per_query mm_processor_kwargs model padding priority queries request_id text_1 text_2
@@ -144,6 +149,7 @@ COLUMNS = {
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
     "/pooling": "pooling",
+    "/classify": "classes",
     "/v1/score": "scores",
     "/v1/rerank": "ranks",
     "/tokenize": "tokenize",

@@ -41,12 +41,18 @@ INSTEAD: Mapping[str, str] = {
     "/inference/v1/abort_requests /abort_requests": "close the connection, or call gRPC `Abort`",
     "/kv_event_sources": "`GetServerInfo` has the endpoints ([KV events](kv_events.md))",
     "/scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance/apply /fault_tolerance/status /collective_rpc "
-    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
-    "/finish_weight_update /update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info "
-    "/get_world_size": "the number of replicas and the weights are fixed: restart the server",
+    "/get_world_size": "the number of replicas is fixed: restart the server",
+    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /finish_weight_update "
+    "/update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info": "`/update_weights` reads "
+    "a folder ([weight updates](weight_updates.md)); tensors are not sent over the network",
 }
 """Alternatives to paths that are not served."""
-PARTLY: Mapping[str, str] = {"/classify": "the same, for models with a classification head"}
+PARTLY: Mapping[str, str] = {
+    "/classify": "the same, for models with a classification head",
+    "/update_weights": (
+        "replaces the weights by those of a folder, whose `path` the body has ([weight updates](weight_updates.md))"
+    ),
+}
 """Paths that only some models serve."""
 
 METRICS = """

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -449,6 +450,97 @@ class TensorFiles:
         # As in transformers, the shards decide: an index may omit tensors, or name another shard.
         for name in sorted(wanted.keys() - self._file_of.keys()):
             raise InvalidArgument(str(path), f"puts tensor {name} into {wanted[name]}, but it is in no shard")
+
+
+class ArrayTensors:
+    """Arrays in memory as a `TensorSource`.
+
+    Args:
+        arrays: by Hugging Face's names, of which nested dictionaries have parts. They are NumPy's, JAX's, or others
+            with DLPack in host memory, such as PyTorch's, which are viewed and not copied.
+
+    Raises:
+        InvalidArgument: a name occurs twice, or a value is no array, or is not in this process.
+    """
+
+    _FIELD = "weights"
+
+    def __init__(self, arrays: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        self._arrays: dict[str, np.ndarray | jax.Array] = {}
+        for name, array in self._named(arrays.items() if isinstance(arrays, Mapping) else arrays):
+            if name in self._arrays:
+                raise InvalidArgument(self._FIELD, f"tensor {name} occurs twice")
+            self._arrays[name] = _view_array(self._FIELD, name, array)
+
+    def _named(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the arrays of nested dictionaries by their names, joined with dots."""
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise InvalidArgument(self._FIELD, f"must be pairs of name and array, not {str(pair)[:80]}")
+            name, value = pair
+            if isinstance(value, Mapping):
+                yield from ((f"{name}.{inner}", array) for inner, array in self._named(value.items()))
+            else:
+                yield name, value
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every given tensor."""
+        return frozenset(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._arrays[name].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the type of a tensor. Raise Unsupported if not among `ALL_DTYPES`."""
+        dtype = np.dtype(self._arrays[name].dtype)
+        if dtype.name not in ALL_DTYPES:
+            raise unsupported_dtype(self.where(name), name, dtype.name)
+        return dtype
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
+        """See `TensorSource.read`; a JAX array is copied to the host, unless it is there."""
+        check_shape(self, name, shape)
+        self.dtype(name)
+        return np.asarray(self._arrays[name])[index]
+
+    def where(self, name: str) -> Path:
+        """Return the argument's name, for error messages."""
+        return Path(self._FIELD)
+
+    def on_device(self, names: Iterable[str]) -> list[jax.Array] | None:
+        """Return the JAX arrays of these names; None if one is not a JAX array."""
+        found = [array for name in names if isinstance(array := self._arrays[name], jax.Array)]
+        return found if len(found) == len(list(names)) else None
+
+
+def _view_array(field: str, name: str, given: Any) -> np.ndarray | jax.Array:
+    """Return a NumPy or JAX array that has the memory of a given one.
+
+    Raises:
+        InvalidArgument: it is no array, is deleted, or its memory is not accessible here.
+    """
+    if isinstance(given, jax.Array):
+        if given.is_deleted():
+            raise InvalidArgument(field, f"tensor {name} is a deleted or donated array")
+        if not given.is_fully_addressable:
+            raise InvalidArgument(field, f"tensor {name} is not completely on devices of this process")
+        return given
+    if isinstance(given, np.ndarray):
+        return given
+    if getattr(given, "__dlpack__", None) is None:
+        raise InvalidArgument(field, f"tensor {name} is a {type(given).__name__}, not an array")
+    detach = getattr(given, "detach", None)  # PyTorch exports no tensor that requires a gradient
+    tensor = given if detach is None else detach()
+    try:
+        return np.from_dlpack(tensor)
+    except (TypeError, ValueError, RuntimeError, BufferError):  # NumPy lacks bfloat16
+        try:
+            return np.asarray(jax.dlpack.from_dlpack(tensor))
+        except Exception as error:
+            problem = f"tensor {name} is not accessible in host memory: {str(error)[:200]}"
+            raise InvalidArgument(field, problem) from error
 
 
 _FORMAT_NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}

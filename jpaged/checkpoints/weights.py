@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
@@ -29,7 +30,16 @@ from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, is_input_first, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
-from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, check_shape, read_integers, read_weight
+from jpaged.checkpoints.tensor_files import (
+    DTYPES,
+    ArrayTensors,
+    TensorFiles,
+    TensorSource,
+    check_shape,
+    read_integers,
+    read_weight,
+    unsupported_dtype,
+)
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_pages
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
@@ -144,7 +154,6 @@ def load_params(
         Unsupported: the weights are in an unsupported format or type.
     """
     config, quantization = model.config, model.config.quantization
-    checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
     params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(config.num_layers)]}
     keeps_embedding = quantization is None or quantization.has_embedding
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
@@ -152,32 +161,349 @@ def load_params(
         _log_widening(folder, scheme, files, keeps_embedding)
         groups = _leaf_groups(config, files, layer_mode)
         _check_names(files, groups, config, scheme)
-        for done, (path, leaves) in enumerate(groups, start=1):
-            is_stacked = layer_mode == "scan" and path[0] == "layers"
-            split = padded_axis(leaves[0], num_parts)
-            placed = None if shardings is None else _find(shardings, path)
-            form = leaf_format(None if quantization is None else quantization.split(num_parts), leaves[0])
-            packed = None
-            if form is not None and pack_stored is not None and not is_stacked and num_parts == 1:
-                packed = _packed_leaf(pack_stored, files, scheme, path, leaves[0], form, model.dtype)
-            if packed is not None:
-                insert(params, path, packed)
-            elif form is None:
-                weights = files if scheme is None else Dequantized(files, scheme, tuple(leaves))
-                source = _LeafSource(weights, leaves, is_stacked, leaves[0].dtype or model.dtype, split)
-                array = put(source.shape, source.read, placed)
-                insert(params, path, array)
-                checks.append((check_finite(array), leaves, weights))
-            else:
-                read = _read_matrix(files, scheme, quantization, model.dtype)
-                parts = quantized_leaf(read, leaves, form, is_stacked=is_stacked, split=split, dtype=model.dtype)
-                insert(params, path, _put_parts(parts, placed))
-            progress(done, len(groups), ".".join(map(str, path)))
+        reader = LeafReader(model, files, scheme, num_parts=num_parts, shardings=shardings, pack_stored=pack_stored)
+        for done, group in enumerate(groups, start=1):
+            insert(params, group[0], reader.read(group))
+            progress(done, len(groups), ".".join(map(str, group[0])))
         _check_tie(files, config)
+        reader.require_finite()
+    return params
+
+
+class LeafReader:
+    """Builds the leaves of the padded tree from the tensors of a source; see `load_params`.
+
+    Args:
+        packer: packs leaves of JAX arrays on their devices; None copies them to the host first.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        files: TensorSource,
+        scheme: Scheme | None,
+        *,
+        num_parts: int,
+        shardings: Params | None,
+        pack_stored: PackStored | None,
+        packer: DevicePacker | None = None,
+    ) -> None:
+        quantization = model.config.quantization
+        self._files = files
+        self._scheme = scheme
+        self._dtype = model.dtype
+        self._num_parts = num_parts
+        self._shardings = shardings
+        self._pack_stored = pack_stored
+        self._packer = packer
+        self._split = None if quantization is None else quantization.split(num_parts)
+        self._read_matrix = _read_matrix(files, scheme, quantization, model.dtype)
+        self._checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
+
+    def read(self, group: LeafGroup) -> Any:
+        """Return a leaf on its devices."""
+        path, leaves = group
+        is_stacked = path[0] == "layers" and not isinstance(path[1], int)
+        split = padded_axis(leaves[0], self._num_parts)
+        placed = None if self._shardings is None else _find(self._shardings, path)
+        form, dtype = leaf_format(self._split, leaves[0]), self._dtype
+        if form is not None and self._pack_stored is not None and not is_stacked and self._num_parts == 1:
+            packed = _packed_leaf(self._pack_stored, self._files, self._scheme, path, leaves[0], form, dtype)
+            if packed is not None:
+                return packed
+        if form is not None:
+            parts = quantized_leaf(self._read_matrix, leaves, form, is_stacked=is_stacked, split=split, dtype=dtype)
+            return _put_parts(parts, placed)
+        weights = self._files if self._scheme is None else Dequantized(self._files, self._scheme, tuple(leaves))
+        source = _LeafSource(weights, leaves, is_stacked, leaves[0].dtype or dtype, split)
+        array = None
+        if self._packer is not None and weights is self._files and isinstance(placed, NamedSharding | Format):
+            array = self._packer.pack(source, path, placed)
+        if array is None:
+            array = put(source.shape, source.read, placed)
+        self._checks.append((check_finite(array), leaves, weights))
+        return array
+
+    def require_finite(self) -> None:
+        """Raise InvalidArgument if a leaf that was read is not finite; names the tensor."""
+        checks, self._checks = self._checks, []
         for is_finite, leaves, weights in checks:
             if not is_finite():
-                _refuse_not_finite(weights, leaves, model.dtype)
-    return params
+                _refuse_not_finite(weights, leaves, self._dtype)
+
+
+class DevicePacker:
+    """Packs leaves of JAX arrays on their devices, with programs that are compiled once for each kind of leaf.
+
+    A leaf is packed by the same function as on the host (`Leaf.pack`), traced.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._programs: dict[tuple[object, ...], Callable[..., jax.Array] | None] = {}
+
+    def pack(self, source: _LeafSource, path: LeafPath, placed: NamedSharding | Format) -> jax.Array | None:
+        """Return a leaf as `_LeafSource.read`, or None if its arrays are in host memory or need NumPy."""
+        names = [name for leaf in source.leaves for name, _ in leaf.tensors]
+        arrays = source.files.on_device(names) if isinstance(source.files, ArrayTensors) else None
+        if arrays is None:
+            return None
+        sharding = placed.sharding if isinstance(placed, Format) else placed
+        assert isinstance(sharding, NamedSharding)
+        assert isinstance(sharding.mesh, Mesh)
+        is_layer = path[0] == "layers" and isinstance(path[1], int)
+        kind = (self._config.layer_kinds[int(path[1])], path[2:]) if is_layer else path
+        key = kind, placed, tuple((array.shape, array.dtype) for array in arrays)
+        if key in self._programs and self._programs[key] is None:
+            return None
+        if (build := self._programs.get(key)) is None:
+            without_arrays = dataclasses.replace(source, files=ArrayTensors({}))
+            build = self._programs[key] = jax.jit(without_arrays.trace, out_shardings=placed)
+        try:
+            return build([_on_mesh(array, sharding.mesh) for array in arrays])
+        except jax.errors.TracerArrayConversionError:  # the packing calls functions of NumPy
+            self._programs[key] = None
+            return None
+
+
+def _on_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return an array on the devices of a mesh, in their order: as it is, or whole on each of them."""
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding) and [*sharding.mesh.devices.flat] == [*mesh.devices.flat]:
+        return array
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
+
+
+class _TracedLeaf:
+    """An array that `Leaf.pack` fills while it is traced: assignments to it and its views are recorded.
+
+    Args:
+        value: of the leaf.
+    """
+
+    def __init__(self, value: jax.Array, write: Callable[[jax.Array], None] | None = None) -> None:
+        self.value = value
+        self._write = write
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the numbers."""
+        return self.value.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[_TracedLeaf]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Any) -> _TracedLeaf:
+        return _TracedLeaf(self.value[index], lambda part: self._set(self.value.at[index].set(part)))
+
+    def __setitem__(self, index: Any, part: Any) -> None:
+        self._set(self.value.at[index].set(jnp.asarray(part).astype(self.dtype)))
+
+    def reshape(self, *shape: int) -> _TracedLeaf:
+        """Return a view of another shape."""
+        own = self.shape
+        return _TracedLeaf(self.value.reshape(shape), lambda part: self._set(part.reshape(own)))
+
+    def _set(self, value: jax.Array) -> None:
+        self.value = value
+        if self._write is not None:
+            self._write(value)
+
+
+class CheckpointUpdate:
+    """Checked weights of a running model, which are not in use yet.
+
+    Attributes:
+        is_complete: every leaf of the model is in it.
+        folder: its folder; None for arrays.
+
+    Args:
+        opened: the files.
+    """
+
+    def __init__(
+        self,
+        reader: LeafReader,
+        groups: Sequence[LeafGroup],
+        opened: ExitStack,
+        *,
+        folder: Path | None,
+        is_complete: bool,
+    ) -> None:
+        self.is_complete = is_complete
+        self.folder = folder
+        self.close = opened.close
+        self._reader = reader
+        self._groups = groups
+
+    def leaves(self) -> Iterator[tuple[LeafPath, Any]]:
+        """Yield each leaf with its path; after the last one, check that all are finite.
+
+        Raises:
+            InvalidArgument: a tensor is not finite, or its file has changed; names it.
+        """
+        for group in self._groups:
+            yield group[0], self._reader.read(group)
+        self._reader.require_finite()
+
+
+@dataclass(slots=True)
+class WeightReader:
+    """Reads the weights of a running model again, or others.
+
+    Attributes:
+        folder: of the model, or of the last complete update from a folder.
+        num_parts, shardings, pack_stored: see `load_params`.
+        check_folder: raises an error if a folder has the config of another model.
+        packs_on_device: JAX arrays are packed on their devices.
+        placeholder: returns the weights of a model that was loaded without its files; None if it was not.
+    """
+
+    model: Model
+    folder: Path
+    layer_mode: LayerMode
+    num_parts: int
+    shardings: Params
+    pack_stored: PackStored | None
+    check_folder: Callable[[Path], None]
+    packs_on_device: bool
+    placeholder: Callable[[], Params] | None = None
+    _published: Path = dataclasses.field(init=False)
+    _packer: DevicePacker | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._published = self.folder
+        self._packer = DevicePacker(self.model.config) if self.packs_on_device else None
+
+    def read(self) -> Params:
+        """Return the weights of the model's folder, or of the last one that `set_folder` named."""
+        if self.placeholder is not None:
+            return self.placeholder()
+        return load_params(
+            self.model,
+            self.folder,
+            self.layer_mode,
+            num_parts=self.num_parts,
+            shardings=self.shardings,
+            pack_stored=self.pack_stored,
+        )
+
+    def set_folder(self, folder: Path) -> None:
+        """Let `read` use another folder."""
+        self.folder, self.placeholder = folder, None
+
+    def open(self, weights: object) -> CheckpointUpdate:
+        """Check the names, shapes and types of new weights.
+
+        Args:
+            weights: a folder or GGUF file, or arrays as `ArrayTensors` takes them. They may have some of the model's
+                tensors; then they must have all tensors of each leaf of which they have one.
+
+        Raises:
+            InvalidArgument: a tensor is missing, unknown or misshapen, or the folder is not of this model.
+            Unsupported: the weights are in an unsupported format or type.
+        """
+        with ExitStack() as opened:
+            config, quantization = self.model.config, self.model.config.quantization
+            keeps_embedding = quantization is None or quantization.has_embedding
+            described, folder, files = self._published, None, None
+            if isinstance(weights, str | os.PathLike):
+                folder = Path(weights)
+                if not folder.exists():
+                    raise InvalidArgument("weights", f"{folder} does not exist")
+                if is_gguf(folder) or (folder / CONFIG_FILE).is_file():
+                    self.check_folder(folder)
+                    described = folder
+                files = opened.enter_context(open_tensors(folder, keeps_embedding=keeps_embedding))
+            elif isinstance(weights, Mapping | Iterable):
+                if is_gguf(described):
+                    raise Unsupported("weights: a model from a GGUF file is updated from such a file, not from arrays")
+                files = ArrayTensors(weights)
+            else:
+                raise InvalidArgument("weights", f"is a {type(weights).__name__}, not a folder or arrays by name")
+            scheme = read_scheme(described, keeps_embedding=keeps_embedding)
+            every = _leaf_groups(config, files, self.layer_mode)
+            if isinstance(files, ArrayTensors):
+                _refuse_unknown(files, every, config, scheme)
+            else:
+                _check_names(files, every, config, scheme)
+            groups = _select_groups(files, every, scheme)
+            _check_types(files, [leaf for _, leaves in groups for leaf in leaves], scheme)
+            _check_tie(files, config)
+            reader = LeafReader(
+                self.model,
+                files,
+                scheme,
+                num_parts=self.num_parts,
+                shardings=self.shardings,
+                pack_stored=self.pack_stored,
+                packer=self._packer,
+            )
+            is_complete = len(groups) == len(every)
+            return CheckpointUpdate(reader, groups, opened.pop_all(), folder=folder, is_complete=is_complete)
+
+
+def _refuse_unknown(
+    files: TensorSource, groups: Sequence[LeafGroup], config: ModelConfig, scheme: Scheme | None
+) -> None:
+    """Raise InvalidArgument if a tensor is not part of the model."""
+    known = {name for _, leaves in groups for leaf in leaves for name in _stored_names(leaf, scheme)}
+    unknown = sorted(name for name in files.names - known if not is_ignored(name, config))
+    if unknown:
+        shown = ", ".join(unknown[:_MAX_SHOWN])
+        raise InvalidArgument("weights", f"{len(unknown)} tensors are not part of {config.architecture}: {shown}")
+
+
+def _select_groups(files: TensorSource, groups: Sequence[LeafGroup], scheme: Scheme | None) -> list[LeafGroup]:
+    """Return the leaves of which there are tensors.
+
+    Raises:
+        InvalidArgument: there are some tensors of a leaf, but not all, or none of any leaf.
+    """
+    selected = []
+    for path, leaves in groups:
+        names = {name for leaf in leaves for name in _stored_names(leaf, scheme)}
+        missing = sorted(names - files.names)
+        if not missing:
+            selected.append((path, leaves))
+        elif len(missing) < len(names):
+            given, shown = min(names & files.names), ", ".join(missing[:_MAX_SHOWN])
+            problem = f"{len(missing)} tensors that are stored together with {given} are missing: {shown}"
+            raise InvalidArgument(str(files.where(given)), problem)
+    if not selected:
+        raise InvalidArgument(str(files.where("")), "has no tensor of the model")
+    return selected
+
+
+def _check_types(files: TensorSource, leaves: Sequence[Leaf], scheme: Scheme | None) -> None:
+    """Check the shapes of the tensors of some leaves, and the types of those that are not quantized."""
+    for leaf in leaves:
+        forms = stored_formats(None if scheme is None else scheme.quantization, leaf)
+        for (name, shape), form in zip(leaf.tensors, forms, strict=True):
+            if form is not None and scheme is not None:
+                stored = shape[::-1] if is_input_first(leaf) else shape
+                check_parts(files, scheme.parts(get_module(name), stored, form), stored)
+                continue
+            check_shape(files, name, shape)
+            dtype = files.dtype(name)
+            if leaf.dtype is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
+                if dtype.kind != "i":
+                    raise Unsupported(f"{files.where(name)}: tensor {name} is {dtype.name}; it must contain integers")
+            elif dtype.name not in DTYPES:
+                raise unsupported_dtype(files.where(name), name, dtype.name)
 
 
 def _log_widening(folder: Path, scheme: Scheme | None, files: TensorSource, keeps_embedding: bool) -> None:
@@ -425,6 +751,17 @@ class _LeafSource:
             return own._pack(slice(None))
         begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
         return self.split.padded(own._pack(slice(*self.split.source(begin, end))), begin, end)
+
+    def trace(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Return the whole leaf from its tensors, as traced arrays in the order of the leaves."""
+        rest, built = iter(arrays), []
+        for leaf in self.leaves:
+            traced = _TracedLeaf(jnp.zeros(leaf.shape, self.dtype))
+            leaf.pack([next(rest) for _ in leaf.tensors], traced)  # type: ignore[arg-type]
+            value: Any = traced.value
+            built.append(value if self.split is None else self.split.padded(value, 0, self.split.wide_size))
+        # A copy, because a program returns an unchanged argument itself, which the caller may donate later.
+        return jnp.array(jnp.stack(built) if self.is_stacked else built[0], copy=True)
 
     def _pack(self, part: slice) -> np.ndarray:
         """Read a part of the published leaf along the split axis, which need not be an axis of the stored tensors."""

@@ -56,6 +56,12 @@ COMMANDS: Mapping[str, Command] = {
 
 The core imports the modules of optional parts only through this table.
 """
+_OF_VLLM = {
+    **dict.fromkeys(("chat", "complete"), "send requests with curl or the openai package, or use jpaged generate"),
+    "run-batch": "use jpaged batch",
+    "collect-env": "use jpaged doctor",
+}
+"""Commands of vLLM that have another name here."""
 _PACKAGES_OF_EXTRAS = {"httpx2": "bench", "matplotlib": "bench", "lm_eval": "lm-eval"}
 """Packages that only optional parts import, and their extras."""
 
@@ -134,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if words and words[0] in _OF_VLLM:
+        raise InvalidArgument(words[0], f"is a command of vLLM: {_OF_VLLM[words[0]]}")
     try:
         arguments = make_parser().parse_args(words)
         for note in getattr(arguments, "notes", ()):

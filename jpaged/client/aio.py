@@ -217,6 +217,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         """See `Client.load_adapter`."""
         return await self._run(convert.load_adapter_call(name, path))
 
+    async def update_weights(
+        self, path: str, *, mode: convert.UpdateMode = "keep", version: str | int | None = None
+    ) -> str:
+        """See `Client.update_weights`."""
+        return await self._run(convert.update_weights_call(path, mode, version))
+
     async def unload_adapter(self, name: str) -> None:
         """See `Client.unload_adapter`."""
         await self._run(convert.unload_adapter_call(name))

@@ -39,6 +39,7 @@ from jpaged.types import (
     SequenceFinish,
     TokenLogprob,
     Usage,
+    WeightVersionRun,
     require_whole_characters,
 )
 
@@ -349,6 +350,9 @@ def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         times=_parse_times(message.times) if message.HasField("times") else None,
         reasoning_content=message.reasoning_content,
         tool_calls=tuple([parse_piece(delta) for delta in message.tool_calls]),
+        weight_versions=tuple([WeightVersionRun(run.version, run.num_tokens) for run in message.finish.weight_versions])
+        if has_finish
+        else (),
     )
 
 
@@ -440,6 +444,14 @@ def unpin_prefix_call(name: str) -> UnaryCall[None]:
     return UnaryCall("UnpinPrefix", control_pb2.UnpinPrefixRequest(name=name), lambda response: None, "each")
 
 
+UpdateMode = Literal["keep", "wait", "abort"]
+_UPDATE_MODES = {
+    "keep": control_pb2.UPDATE_MODE_KEEP,
+    "wait": control_pb2.UPDATE_MODE_WAIT,
+    "abort": control_pb2.UPDATE_MODE_ABORT,
+}
+
+
 def load_adapter_call(name: str, path: str) -> UnaryCall[int]:
     """Build a LoadAdapter call; it returns the bytes of the matrices."""
     require_whole_characters("path", path)
@@ -450,6 +462,20 @@ def load_adapter_call(name: str, path: str) -> UnaryCall[int]:
 def unload_adapter_call(name: str) -> UnaryCall[None]:
     """Build an UnloadAdapter call."""
     return UnaryCall("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
+
+
+def update_weights_call(path: str, mode: UpdateMode, version: str | int | None) -> UnaryCall[str]:
+    """Build an UpdateWeights call; it returns the version.
+
+    Raises:
+        InvalidArgument: the mode is unknown.
+    """
+    require_whole_characters("path", path)
+    if mode not in _UPDATE_MODES:
+        raise InvalidArgument("mode", f"{str(mode)[:80]!r} is not one of {', '.join(_UPDATE_MODES)}")
+    named = "" if version is None else str(version)
+    request = control_pb2.UpdateWeightsRequest(path=path, mode=_UPDATE_MODES[mode], version=named)
+    return UnaryCall("UpdateWeights", request, lambda response: response.weight_version, "each")
 
 
 def list_adapters_call() -> UnaryCall[tuple[AdapterInfo, ...]]:

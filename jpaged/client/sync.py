@@ -240,6 +240,19 @@ class Client(BaseClient[GenerateStream]):
         """
         return self._run(convert.load_adapter_call(name, path))
 
+    def update_weights(self, path: str, *, mode: convert.UpdateMode = "keep", version: str | int | None = None) -> str:
+        """Replace the model's weights by those of a folder on the server; return their version.
+
+        Args:
+            mode: "keep" continues running requests with the new weights, "wait" lets them end first, "abort" ends them.
+            version: name of the new weights; None counts the updates.
+
+        Raises:
+            InvalidArgument: the weights are missing, or not of this model.
+            Unsupported: the server was started without --enable-sleep-mode, or its weights cannot be replaced.
+        """
+        return self._run(convert.update_weights_call(path, mode, version))
+
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.
 

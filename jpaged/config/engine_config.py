@@ -204,8 +204,12 @@ class EngineConfig:
             return
         method = self.speculation.method
         for name in ("tensor_parallel_size", "context_parallel_size"):
-            if self.has_head and (size := getattr(self.parallel, name)) > 1:
-                raise InvalidArgument(f"{NAME}.method", f"{method} runs on one device; {name} is {size}, but must be 1")
+            if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
+                raise InvalidArgument(f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, but must be 1")
+        if self.has_head and (size := self.parallel.context_parallel_size) > 1:
+            raise InvalidArgument(
+                f"{NAME}.method", f"{method} does not split contexts; context_parallel_size is {size}, but must be 1"
+            )
         if self.lora.enable_lora or self.lora.lora:
             raise InvalidArgument(f"{NAME}.method", f"{method} does not support adapters (enable_lora is True)")
 

@@ -23,9 +23,11 @@ KVPolicy = Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"]
 EvictionPolicyName = Literal["auto", "lru", "lfu", "2q", "worth"]
 _JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "openai", "granite"]
 _TaggedCalls = Literal["qwen3_coder", "glm45", "glm47", "minimax_m2", "seed_oss"]
-_SectionCalls = Literal["deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2"]
+_SectionCalls = Literal["deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2"]
 _ListCalls = Literal["pythonic", "lfm2", "functiongemma", "gemma4"]
-_OtherCalls = Literal["qwen3_xml", "mimo", "llama4_json", "llama4_pythonic", "granite4"]
+_OtherCalls = Literal[
+    "qwen3_xml", "mimo", "step3p5", "poolside_v1", "ling3", "llama4_json", "llama4_pythonic", "granite4"
+]
 ToolCallParser = Literal["auto", "none", _JsonCalls, _TaggedCalls, _SectionCalls, _ListCalls, _OtherCalls]
 """Formats of tool calls, then other names of some: see `jpaged.service.chat.formats`."""
 _Thoughts = Literal["qwen3", "deepseek_r1", "mistral", "openai_gptoss", "granite", "gemma4", "kimi_k2", "seed_oss"]
@@ -517,7 +519,8 @@ class SchedulerOptions:
     )
     enable_sleep_mode: bool = option(
         False,
-        "let callers release device memory and pause generation: `sleep`, or POST /sleep, /wake_up, /pause and /resume",
+        "let callers release device memory, pause generation and update weights: `sleep`, or POST /sleep, /wake_up, "
+        "/pause, /resume and /update_weights",
     )
 
 

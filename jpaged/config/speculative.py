@@ -6,6 +6,7 @@
 Keys, meanings and defaults are those of vLLM's `SpeculativeConfig`
 (https://docs.vllm.ai/en/latest/api/vllm/config/speculative/); draft_model and eagle3 read a separate checkpoint, and
 mtp reads the model's own. The limits are jpaged's: a key that is unknown, or that the method does not use, is an error.
+Keys of vLLM that only choose how draft tokens are computed have no effect: draft tokens never change the output.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ _OF_MTP = (
 """Older names of the method mtp in vLLM, one for each family."""
 MAX_NUM_SPECULATIVE_TOKENS = 32
 _DEFAULT_LOOKUP = 5
+WITHOUT_EFFECT = frozenset(
+    {
+        *("attention_backend", "code_revision", "disable_eagle_block_drop", "disable_lookahead_block_hashes"),
+        *("disable_padded_drafter_batch", "draft_lm_head_quantization", "draft_load_config", "draft_sample_method"),
+        *("draft_tensor_parallel_size", "enable_adaptive_verification", "enforce_eager"),
+        *("index_share_for_mtp_iteration", "kv_cache_dtype", "max_model_len", "moe_backend"),
+        *("num_speculative_tokens_per_batch_size", "parallel_drafting", "quantization"),
+        *("tensor_parallel_size", "use_heterogeneous_vocab", "use_local_argmax_reduction"),
+    }
+)
+"""Keys of vLLM's object that are accepted and ignored."""
+_NGRAM = ("ngram", "[ngram]")
+"""Names of the method ngram, which vLLM also takes as the model."""
 _KEYS_OF = {
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -108,11 +122,19 @@ class SpeculativeOptions:
     def of(cls, values: Mapping[str, Any]) -> SpeculativeOptions:
         """Build the options from keys and values; None counts as absent.
 
+        Without a method, the name of the model decides between eagle3 and draft_model, as in vLLM.
+
         Raises:
             InvalidArgument: a key is unknown, missing, out of range, or not one of the method's.
         """
-        values = {**values, "method": "mtp"} if values.get("method") in _OF_MTP else values
-        given = checked_keys(cls, NAME, values)
+        kept = {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+        if kept.get("method") in (None, *_NGRAM) and kept.get("model") in _NGRAM:
+            kept |= {"method": "ngram", "model": None}
+        elif kept.get("method") in (*_NGRAM, *_OF_MTP):
+            kept["method"] = "ngram" if kept["method"] in _NGRAM else "mtp"
+        given = checked_keys(cls, NAME, kept)
+        if "method" not in given and "model" in given:
+            given["method"] = "eagle3" if "eagle3" in given["model"].lower() else "draft_model"
         if "method" not in given:
             raise InvalidArgument(f"{NAME}.method", f"is missing: must be one of {', '.join(METHODS)}")
         method: str = given["method"]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jpaged.device.compilation.memory_plan import DeviceMemory, MemoryPlan, Prog
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
-from jpaged.device.linear import params_for
+from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
 from jpaged.device.mesh import (
     MeshPlacement,
     check_params,
@@ -82,14 +82,16 @@ from jpaged.engine.executor import (
     StepDirective,
     StepInputs,
     StepOutputs,
+    WeightUpdate,
 )
 from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import num_mask_words
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.kernels.lora import AdaptedMatrix
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
-from jpaged.models.model import Model
+from jpaged.models.model import Model, insert
 from jpaged.models.stack import LayerMode
 from jpaged.types import Adapter
 
@@ -139,6 +141,86 @@ _LOG = logging.getLogger(__name__)
 JaxHandle = jax.Array | tuple[jax.Array, ...]
 """The outputs of a dispatch: of one program, or of the samples of several steps."""
 
+LeafPath = tuple[str | int, ...]
+"""Path of a leaf in the parameters."""
+
+
+@runtime_checkable
+class LeafUpdate(WeightUpdate, Protocol):
+    """New weights, leaf by leaf, as `jpaged.checkpoints.weights.WeightReader` opens them.
+
+    Attributes:
+        folder: their folder; None for arrays.
+    """
+
+    folder: Path | None
+
+    def leaves(self) -> Iterator[tuple[LeafPath, Any]]:
+        """Yield leaves as `JaxExecutor.create` takes them, each with its path."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Reads weights as `JaxExecutor.create` takes them."""
+
+    def read(self) -> Params:
+        """Read those of the model's files again."""
+        ...
+
+    def open(self, weights: object) -> LeafUpdate:
+        """Check new weights."""
+        ...
+
+    def set_folder(self, folder: Path) -> None:
+        """Let `read` use another folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParamsPreparation:
+    """Parameters as read -> parameters as a step's programs take them.
+
+    Attributes:
+        step: of any number of blocks.
+        where: the placement of the parameters as read.
+    """
+
+    step: Step
+    where: MeshPlacement
+
+    def all(self, published: list[Params]) -> Params:
+        """Return the parameters; takes the only reference to those as read, so that what is packed is freed at once."""
+        params = published.pop()
+        check_params(params, self.where.abstract_params())
+        params = self.where.put(params)  # a new tree: the next line takes it apart
+        return self.with_scales(params_for(self.step, params))
+
+    def packer(self) -> LeafPacker | None:
+        """Return the packer for the leaves of one update."""
+        return packer_for(self.step)
+
+    def leaf(self, packer: LeafPacker | None, path: LeafPath, leaf: Any, current: Any) -> Any:
+        """Return one leaf for the place of `current`.
+
+        Raises:
+            InternalError: it differs from the current one in more than its numbers.
+        """
+        base = current.base if isinstance(current, AdaptedMatrix) else current
+        leaf = leaf_for(self.step, packer, path, leaf, base)
+        if _described(leaf) != _described(base):
+            raise InternalError(f"the new leaf at {path} is {_described(leaf)}, not {_described(base)}")
+        return dataclasses.replace(current, base=leaf) if isinstance(current, AdaptedMatrix) else leaf
+
+    def with_scales(self, params: Params) -> Params:
+        """Return the parameters with measured scales of keys and values, if the pool has scales."""
+        return {**params, "kv_scales": measure_scales(self.step, params)} if self.step.layout.is_scaled else params
+
+
+def _described(leaf: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+    arrays, tree = jax.tree.flatten(leaf)
+    return tree, [(array.shape, array.dtype, array.sharding) for array in arrays]
+
+
 Least = Callable[[int], int]
 """Return the minimum of a value over all processes. Every process calls it, in the same order, and waits for the
 others."""
@@ -163,6 +245,7 @@ class DeviceSleeper:
         host: HostPool,
         runner: ModelRunner,
         host_blocks: WholeHostBlocks | None,
+        preparation: ParamsPreparation,
         *,
         is_on_host: bool,
     ) -> None:
@@ -170,16 +253,17 @@ class DeviceSleeper:
         self._holders = holders
         self._host = host
         self._runner = runner
-        self._read_params: Callable[[], Params] | None = None
+        self._preparation = preparation
+        self._reader: WeightSource | None = None
         self._host_blocks = host_blocks
         self._is_on_host = is_on_host
         self._is_pool_asleep = False
         self._offloaded: Params | None = None  # of arrays in host memory; {} for discarded parameters
         self._formats: Params = {}
 
-    def set_reader(self, read_params: Callable[[], Params]) -> None:
-        """Let weights be discarded: `read_params` reads them again, as programs take them."""
-        self._read_params, self.can_reload = read_params, True
+    def set_reader(self, reader: WeightSource, *, can_reload: bool) -> None:
+        """Let weights be updated, and with `can_reload` also discarded."""
+        self._reader, self.can_reload = reader, can_reload
 
     def sleep(self, level: int) -> None:
         self._host.land_all()
@@ -187,7 +271,7 @@ class DeviceSleeper:
             holder.release()
         self._is_pool_asleep = True
         if level > 1:
-            self._discard()
+            self.discard()
         elif self._offloaded is None and not self._is_on_host:
             self._offload()
 
@@ -208,13 +292,6 @@ class DeviceSleeper:
         self._runner.set_params({})
         _delete(params)
 
-    def _discard(self) -> None:
-        if self._offloaded is None:
-            params = self._runner.params
-            self._runner.set_params({})
-            _delete(params)
-        self._offloaded, self._formats = {}, {}
-
     def _restore(self) -> None:
         if self._offloaded is None:
             return
@@ -228,11 +305,73 @@ class DeviceSleeper:
 
             self._runner.set_params(jax.tree.map(place, self._offloaded, self._formats))
         else:
-            assert self._read_params is not None
-            self._runner.set_params(self._read_params())
-            if self._host_blocks is not None:
-                self._host_blocks.forget_identity()
+            assert self._reader is not None
+            self._runner.set_params(self._preparation.all([self._reader.read()]))
+            self._forget_identity()
         self._offloaded, self._formats = None, {}
+
+    def check_update(self, weights: object) -> LeafUpdate:
+        if self._reader is None:
+            raise Unsupported("update_weights: the weights of this executor have no names")
+        return self._reader.open(weights)
+
+    def update(self, update: WeightUpdate) -> None:
+        assert isinstance(update, LeafUpdate)
+        if self._offloaded is not None:
+            self._replace_all(update)
+        else:
+            try:
+                self._replace_leaves(update)
+            except BaseException as error:  # never run with a mixture of both
+                self.discard()
+                if isinstance(error, jax.errors.JaxRuntimeError):
+                    raise InternalError(f"the weights could not be replaced: {error}") from error
+                raise
+        self._forget_identity()
+        if update.folder is not None and update.is_complete and self._reader is not None:
+            self._reader.set_folder(update.folder)
+
+    def discard(self) -> None:
+        if self._offloaded is None:
+            params = self._runner.params
+            self._runner.set_params({})
+            _delete(params)
+        self._offloaded, self._formats = {}, {}
+
+    def _replace_all(self, update: LeafUpdate) -> None:
+        """Replace weights that are not on the device."""
+        if not update.is_complete:
+            raise InvalidArgument(
+                "weights", "have some of the model's tensors; while its weights are asleep, they must have all"
+            )
+        params = _empty_like(self._preparation.where.abstract_params())
+        for path, leaf in update.leaves():
+            insert(params, path, leaf)
+        published = [params]
+        del params
+        self._runner.set_params(self._preparation.all(published))
+        self._offloaded, self._formats = None, {}
+
+    def _replace_leaves(self, update: LeafUpdate) -> None:
+        """Replace one leaf after the other: each frees the memory of the former one."""
+        params, packer = self._runner.params, self._preparation.packer()
+        for path, leaf in update.leaves():
+            place: Any = params
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = self._preparation.leaf(packer, path, leaf, place[path[-1]])
+            self._runner.set_params(params)  # drops the other reference to the former leaf
+        self._runner.set_params(self._preparation.with_scales(params))
+
+    def _forget_identity(self) -> None:
+        if self._host_blocks is not None:
+            self._host_blocks.forget_identity()
+
+
+def _empty_like(params: Params) -> Params:
+    """Return the root of a tree of parameters without leaves, as `insert` fills it."""
+    layers = params["layers"]
+    return {"layers": [{} for _ in layers] if isinstance(layers, list) else {}}
 
 
 def _delete(params: Params) -> None:
@@ -258,7 +397,7 @@ class JaxExecutor:
         *,
         least: Least,
         waits_for_all: bool = True,
-        prepare: Callable[[list[Params]], Params],
+        preparation: ParamsPreparation,
         eplb: ExpertBalanceOptions | None = None,
     ) -> None:
         """Allocate the pool. Call `create` instead; it decides these arguments."""
@@ -296,7 +435,6 @@ class JaxExecutor:
         if self._host.is_whole:
             runner = self._runner
             self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params))
-        self._prepare = prepare
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(
@@ -304,6 +442,7 @@ class JaxExecutor:
                 self._host,
                 self._runner,
                 self.host_blocks,
+                preparation,
                 is_on_host=first_device(mesh).platform == "cpu",
             )
         self._is_shut_down = False
@@ -358,18 +497,10 @@ class JaxExecutor:
         smallest = assemble(1)
         where = MeshPlacement.of(model, mesh, layer_mode)
 
-        def prepare(published: list[Params]) -> Params:
-            params = published.pop()  # no caller refers to it: what is packed is freed at once
-            check_params(params, where.abstract_params())
-            params = where.put(params)  # a new tree: the next line takes it apart
-            params = params_for(smallest[0], params)
-            if smallest[0].layout.is_scaled:
-                params = {**params, "kv_scales": measure_scales(smallest[0], params)}
-            return params
-
+        preparation = ParamsPreparation(smallest[0], where)
         published = [params]
         del params
-        params = prepare(published)
+        params = preparation.all(published)
         if draft is not None and smallest[0].draft is not None:
             params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
@@ -395,7 +526,7 @@ class JaxExecutor:
             memory_plan,
             least=least,
             waits_for_all=waits_for_all,
-            prepare=prepare,
+            preparation=preparation,
             eplb=parallel.eplb,
         )
 
@@ -425,10 +556,10 @@ class JaxExecutor:
             raise InternalError("rates are not measured: warm_up has not run")
         return self._rates
 
-    def set_reader(self, read_params: Callable[[], Params]) -> None:
-        """Let weights be discarded: `read_params` reads what `create` got as `params` again."""
+    def set_reader(self, reader: WeightSource, *, can_reload: bool) -> None:
+        """Let weights be updated, and with `can_reload` also discarded."""
         if self.sleeper is not None:
-            self.sleeper.set_reader(lambda: self._prepare([read_params()]))
+            self.sleeper.set_reader(reader, can_reload=can_reload)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile the programs that any step can be padded to, measure rates, and compile the rest in the background.

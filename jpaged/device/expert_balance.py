@@ -193,6 +193,13 @@ def _count_experts(config: ModelConfig) -> tuple[int, int]:
     return mixture.routing.num_experts, mixture.num_physical_experts
 
 
+def expert_ratios(load_lx: np.ndarray) -> np.ndarray:
+    """Return each expert's load relative to the layer's mean load `[L, X]`; 1 in a layer without any load."""
+    means_l1 = load_lx.mean(axis=1, keepdims=True)
+    ratios_lx: np.ndarray = np.divide(load_lx, means_l1, out=np.ones_like(load_lx), where=means_l1 > 0)
+    return ratios_lx
+
+
 class ExpertBalancer:
     """Balances the load of experts over devices while steps run (EPLB). Used only by the engine thread.
 
@@ -277,11 +284,24 @@ class ExpertBalancer:
         np.add.at(load_lx, (np.arange(len(physical_lp))[:, None], placement_lp), physical_lp)
         busiest = float(of_devices.max(axis=1).sum())
         balancedness = float(of_devices.mean(axis=1).sum()) / busiest if busiest else 1.0
-        stats = self.stats
-        self.stats = dataclasses.replace(stats, num_reads=stats.num_reads + 1, balancedness=balancedness)
+        ratios_lx, stats = expert_ratios(load_lx), self.stats
+        peak_ratio = float(ratios_lx.max(axis=1).mean())
+        self.stats = dataclasses.replace(
+            stats, num_reads=stats.num_reads + 1, balancedness=balancedness, peak_ratio=peak_ratio
+        )
         if self._options.log_balancedness:
             _LOG.info("balancedness of experts: %.3f (mean load of a device by that of the busiest)", balancedness)
+            _LOG.info("busiest experts: %s", self._describe_busiest(ratios_lx))
         return self._placer.place(load_lx, placement_lp)
+
+    def _describe_busiest(self, ratios_lx: np.ndarray, most: int = 5) -> str:
+        """Return the experts with the most load relative to their layer's mean, such as `layer 3 expert 17: 4.2`."""
+        numbers = [layer for stack in self._stacks for layer in stack.layers]
+        busiest = np.argsort(-ratios_lx, axis=None, kind="stable")[:most]
+        places = zip(*np.unravel_index(busiest, ratios_lx.shape), strict=True)
+        return ", ".join(
+            f"layer {numbers[row]} expert {expert}: {ratios_lx[row, expert]:.1f}" for row, expert in places
+        )
 
     def _plan_moves(self, placement_lp: NDArray[np.int32]) -> None:
         changed = np.flatnonzero(np.any(placement_lp != self._placement_lp, axis=1)).tolist()

@@ -110,6 +110,13 @@ def params_for(step: Step, params: Params) -> Params:
     return params if step.slots is None else step.slots.add_to(params, step.model, step.layer_mode, step.mesh)
 
 
+def leaf_for(step: Step, packer: LeafPacker | None, path: tuple[str | int, ...], leaf: Any, current: Any) -> Any:
+    """Return one leaf as `params_for` returns all; `current` has its form, and no adapters."""
+    if packer is not None and isinstance(current, PackedMatrix) and not isinstance(leaf, PackedMatrix):
+        return packer.pack(tuple(name for name in path if isinstance(name, str)), leaf)
+    return whole_bytes({"leaf": leaf})["leaf"] if first_device(step.mesh).platform == "cpu" else leaf
+
+
 def whole_bytes(params: Params) -> Params:
     """Return the tree with 4-bit numbers converted to 8-bit types, which represent all of them.
 
@@ -169,6 +176,13 @@ class LeafPacker:
 
     def _num_parts(self, path: tuple[str, ...]) -> int:
         return 2 if path[-2] == _GATED and self._fuses_gate else 1
+
+
+def packer_for(step: Step) -> LeafPacker | None:
+    """Return the packer of a step's leaves; None if they are not packed."""
+    if step.linear_backend != "cpu":
+        return None
+    return leaf_packer(step.model.config, step.mesh, step.activation_dtype)
 
 
 def leaf_packer(config: ModelConfig, mesh: Mesh, activation_dtype: ActivationDtype) -> LeafPacker:

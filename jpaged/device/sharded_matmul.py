@@ -85,11 +85,18 @@ def overlaps_sums(model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_adapte
 
     Quantized matrices and adapters have no parts.
     """
-    is_split = num_shards(mesh) > 1 and num_context_parts(mesh) == num_stages(mesh) == 1
-    if has_adapters or not is_split or layer_mode != "scan" or first_device(mesh).device_kind not in _KINDS:
+    is_split = num_context_parts(mesh) == num_stages(mesh) == 1
+    if has_adapters or not is_split or layer_mode != "scan":
+        return False
+    return hides_sums(model, num_shards(mesh), first_device(mesh).device_kind)
+
+
+def hides_sums(model: Model, num_devices: int, device_kind: str) -> bool:
+    """Return True if parts of a model on some devices have matmuls that are long enough to hide the sums of parts."""
+    if num_devices == 1 or device_kind not in _KINDS:
         return False
     layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))
-    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_shards(mesh)
+    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_devices
     return num_weights >= _LEAST_WEIGHTS and model.dtype != np.float16 and model.takes_column_parts
 
 

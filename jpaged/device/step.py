@@ -63,15 +63,13 @@ from jpaged.device.mesh import (
 )
 from jpaged.device.model_runner import (
     NUM_COUNT_WORDS,
-    NUM_TOKEN_COLUMNS,
-    DecodePacking,
     Packing,
     unpack_edits,
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
 from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
-from jpaged.engine.executor import MAX_NUM_STEPS, Detail, Geometry, StepDirective, StepInputs
+from jpaged.engine.executor import Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
@@ -89,7 +87,7 @@ from jpaged.models.tokens import HeadsKernel, PooledRows, StateShardings, TokenB
 from jpaged.types import POOLINGS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int, Shaped
+    from jaxtyping import Array, Float, Int, Shaped
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
@@ -750,93 +748,3 @@ def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:
 def _of_counts(counts: Any, last_tokens: Any) -> TokenCounts:
     """Return counts with any values in place of their arrays."""
     return TokenCounts(counts, last_tokens)
-
-
-_State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]
-"""Number of steps run, the pool, the last tokens, ended rows, the outputs, and the newest step's verdict."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """A dispatch on the device; `step` has the fields of `StepInputs` by name."""
-
-    step: Mapping[str, jax.Array]
-    num_steps: Int[Array, ""]
-    feed: Int[Array, ""]
-    ending_token_ids_rx: Int[Array, "R X"]
-    how: RowSampling
-    block_size: int
-
-    @classmethod
-    def of(cls, words: Int[Array, "W"], packing: DecodePacking, block_size: int) -> _Decode:
-        """Unpack the buffer of a call."""
-        step, (num_steps, feed), ending_rx, rows = packing.unpack(words)
-        return cls(step, num_steps, feed, ending_rx, RowSampling(**rows), block_size)
-
-    @property
-    def is_used_r(self) -> Bool[Array, "R"]:
-        """Rows in use, each of which has one token."""
-        return jnp.arange(len(self.ending_token_ids_rx)) < self.step["num_rows"]
-
-    def ends(self, ids_r: Int[Array, "R"]) -> Bool[Array, "R"]:
-        """Return True for each row whose token ends it."""
-        return jnp.any(ids_r[:, None] == self.ending_token_ids_rx, axis=1)
-
-    def step_at(self, index: Int[Array, ""]) -> dict[str, jax.Array]:
-        """Return the fields of one of the steps."""
-        step, is_used_r = self.step, self.is_used_r
-        kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
-        is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
-        positions_r = step["positions_t"] + jnp.where(is_used_r, index, 0)
-        rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
-        blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
-        slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
-        if "state_slots_s" in step:  # the first step has copied states that were shared
-            step = {**step, "state_sources_s": jnp.where(index > 0, step["state_slots_s"], step["state_sources_s"])}
-        return {
-            **step,
-            "positions_t": positions_r,
-            "rope_lens_t": jnp.maximum(step["rope_lens_t"], positions_r + 1),
-            "slots_gt": jnp.where(is_used_r, slots_gr, 0),
-            "kv_lens_s": kv_lens_s + jnp.where(is_used_s, index, 0),
-        }
-
-
-def packed_decode(
-    step: Step,
-    params: Params,
-    pool: Shaped[Array, "P B ..."] | StatefulPool,
-    last_tokens_s: Int[Array, "S"],
-    words: Int[Array, "W"],
-    *,
-    packing: DecodePacking,
-) -> tuple[Shaped[Array, "P B ..."] | StatefulPool, Int[Array, "S"], Int[Array, "N R C"]]:
-    """Run the steps on packed inputs until every row has ended.
-
-    Returns:
-        the pool, the tokens that the rows sampled last, and for each step the columns that `unpack_outputs` parses. A
-        row that ended keeps its token; its later outputs are marked finite and must be ignored.
-    """
-    inputs = _Decode.of(words, packing, step.layout.block_size)
-    first = inputs.step
-    ids_r = jnp.where(first["is_prev_sampled_t"], last_tokens_s[first["prev_sampled_rows_t"]], first["token_ids_t"])
-    has_ended_r = ~inputs.is_used_r | (first["is_prev_sampled_t"] & inputs.ends(ids_r))
-    outputs_nrc = jnp.ones((MAX_NUM_STEPS, packing.num_rows, NUM_TOKEN_COLUMNS), jnp.int32)
-
-    def goes_on(state: _State) -> jax.Array:
-        index, _, _, has_ended_r, _, verdict = state
-        return (index < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
-
-    def run(state: _State) -> _State:
-        index, pool, ids_r, has_ended_r, outputs_nrc, _ = state
-        hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(index))
-        how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + index)
-        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, index)
-        ids_r = jnp.where(has_ended_r | (verdict == StepDirective.VOID), ids_r, sampled.token_ids_r)
-        columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
-        outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, index, 0)
-        return index + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
-
-    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.CONTINUE)
-    _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
-    return pool, jnp.pad(ids_r, (0, step.max_sample_rows - packing.num_rows)), outputs_nrc

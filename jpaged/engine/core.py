@@ -8,7 +8,9 @@ because the device runs steps in order of dispatch.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from jpaged.config import EngineConfig
 from jpaged.engine.deadlines import DeadlineEstimator, Deadlines, is_over
-from jpaged.engine.executor import SLEEP_TAGS, Executor, SleepTag
+from jpaged.engine.executor import SLEEP_TAGS, Executor, SleepTag, WeightUpdate
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolSnapshotter
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
@@ -62,6 +64,17 @@ _TIERS_S, _STALLED_TIERS_S = 0.001, 1.0
 """Seconds between two polls of pending transfers between memory tiers while no request runs, or if all hang too."""
 _PAUSED_S = 1.0
 """Seconds between two looks at the deadlines of paused requests."""
+
+
+_PROCESS = secrets.token_bytes(16)
+"""Prevents that other processes find blocks of updated weights, whose contents are not compared."""
+
+
+def _with_problem(error: JpagedError, problem: str) -> tuple[str, ...]:
+    """Return the arguments of an error like another, with a longer problem."""
+    if isinstance(error, InvalidArgument):
+        return error.field, problem.removeprefix(f"{error.field}: ")
+    return (problem,)
 
 
 class AdmissionControl:
@@ -184,6 +197,8 @@ class EngineCore:
         arrivals: notified when a request has been posted to the loop.
         is_paused: steps are not scheduled; requests in flight are kept.
         asleep: released device memory, by the last `sleep` of `sleep_level`; 0 is none.
+        weight_version: version of the weights, "0" at first.
+        num_updates: how often the weights were replaced.
     """
 
     def __init__(
@@ -214,6 +229,8 @@ class EngineCore:
         self.is_paused = False
         self.asleep: set[SleepTag] = set()
         self.sleep_level = 0
+        self.weight_version, self.num_updates = "0", 0
+        self._weights_digest = b""
         self._on_idle: list[Done] = []  # of pauses that wait for the end of all requests
         self._clock = clock
         self._executor = executor
@@ -367,21 +384,88 @@ class EngineCore:
 
         Requests in flight are preempted, and recomputed after `wake_up`. All cached prefixes are dropped.
         """
-        sleeper, prefixes, held = self._executor.sleeper, self.memory.prefixes, self.memory.held
+        sleeper, held = self._executor.sleeper, self.memory.held
         assert sleeper is not None
         if not self.is_paused or (held is not None and any(held.tables())):
             return Unavailable("prefixes are being transferred, or generation was resumed: try again")
-        self.scheduler.preempt_all()
-        for moves in self.memory.take_ops().batches():
-            self._executor.move_blocks(moves)
-        if prefixes is not None:
-            prefixes.reset()
+        self._drop_blocks(keeps_swapped=level < 2)
         sleeper.sleep(level)
         self.asleep.update(SLEEP_TAGS)
         self.sleep_level = max(level, self.sleep_level)
         if level > 1:
             self.scheduler.adapters.forget()
         return None
+
+    def update_weights(self, update: WeightUpdate, version: str | None) -> JpagedError | None:
+        """Replace the weights during a pause; return an error if that fails. The weights are asleep then.
+
+        Requests in flight are preempted, and recomputed from their tokens. All cached prefixes are dropped.
+
+        Args:
+            version: None counts.
+        """
+        sleeper, held = self._executor.sleeper, self.memory.held
+        assert sleeper is not None
+        if not self.is_paused or (held is not None and any(held.tables())):
+            return Unavailable("prefixes are being transferred, or generation was resumed: try again")
+        if "weights" in self.asleep and not update.is_complete:
+            return InvalidArgument(
+                "weights", "must be complete: the weights are asleep, call wake_up for a part of them"
+            )
+        self._drop_blocks(keeps_swapped=False)
+        try:
+            sleeper.update(update)
+        except JpagedError as error:
+            self._mark_discarded()
+            how = f"{error}; the weights are asleep until a complete update or wake_up succeeds"
+            return Unavailable(how) if isinstance(error, InternalError) else type(error)(*_with_problem(error, how))
+        was_asleep = bool(self.asleep)
+        if "weights" in self.asleep:
+            self.scheduler.adapters.forget()  # their slots are new as well
+        self.asleep.discard("weights")
+        self.begin_version(version)
+        if was_asleep and not self.asleep:
+            self.sleep_level = 0
+            return self.resume()
+        return None
+
+    def discard_weights(self) -> None:
+        """Let the weights sleep, because another replica has other ones."""
+        if "weights" not in self.asleep:
+            assert self._executor.sleeper is not None
+            self._drop_blocks(keeps_swapped=False)
+            self._executor.sleeper.discard()
+            self._mark_discarded()
+
+    def begin_version(self, version: str | None) -> None:
+        """Record that the weights are others: blocks of the former ones are not found any more."""
+        former, self.num_updates = self.weight_version, self.num_updates + 1
+        self.weight_version = str(self.num_updates) if version is None else version
+        content, prefixes = _PROCESS, self.memory.prefixes
+        if self.memory.connectors and self._executor.host_blocks is not None:  # which other processes read
+            content = self._executor.host_blocks.kv_identity()
+        else:
+            content += self.num_updates.to_bytes(8, "big")
+        digest = hashlib.sha256(content + self.weight_version.encode()).digest()
+        if prefixes is not None:
+            prefixes.set_weights(digest)
+        self._weights_digest = digest
+        self._output.set_weight_version(self.weight_version)
+        for group in self.groups.values():
+            group.end_version(former, digest)
+
+    def _drop_blocks(self, *, keeps_swapped: bool) -> None:
+        """Preempt all requests for recompute, and drop cached prefixes."""
+        self.scheduler.preempt_all(keeps_swapped=keeps_swapped)
+        for moves in self.memory.take_ops().batches():
+            self._executor.move_blocks(moves)
+        if self.memory.prefixes is not None:
+            self.memory.prefixes.reset()
+
+    def _mark_discarded(self) -> None:
+        self.asleep.add("weights")
+        self.sleep_level = 2
+        self.scheduler.adapters.forget()
 
     def wake_up(self, tags: Collection[SleepTag]) -> JpagedError | None:
         """Restore what sleeps, and schedule steps again if nothing sleeps any more; return an error if that fails."""
@@ -392,6 +476,8 @@ class EngineCore:
             except (InvalidArgument, NotFound, Unsupported) as error:  # of the files of discarded weights
                 return error
             self.asleep.discard(tag)
+            if tag == "weights" and self.sleep_level > 1:
+                self.begin_version(None)
         if self.asleep:
             return None
         self.sleep_level = 0
@@ -527,7 +613,13 @@ class EngineCore:
         """Add a request whose id is in flight."""
         geometry = self._executor.geometry
         group = SequenceGroup(
-            request, self._num_arrivals, arrival_s, sink, geometry.max_blocks_per_seq, len(geometry.windows)
+            request,
+            self._num_arrivals,
+            arrival_s,
+            sink,
+            geometry.max_blocks_per_seq,
+            len(geometry.windows),
+            self._weights_digest,
         )
         self._num_arrivals += 1
         if not self.memory.can_ever_fit(group):

@@ -28,10 +28,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from jpaged.engine.core import PauseMode
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, gather, update_replicas, when_all_are_done
 from jpaged.engine.executor import Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
 from jpaged.engine.kv_cache.blocks import BlockHash, block_keys, root_block_hash
@@ -141,7 +140,8 @@ class ReplicaRouter:
         source = self._sources[0]
         num_cacheable = 0 if source is None else source.num_cacheable_blocks(len(token_ids))
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
-        root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
+        weights = b"" if source is None else source.weights
+        root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
         return tuple(block_keys(root, token_ids[: num_blocks * size], size))
 
     def _cost(self, request: Request) -> int:
@@ -338,7 +338,7 @@ class DataParallelEngine:
             else:
                 future.set_result(parts[0].result())
 
-        _when_all_are_done(parts, all_are_done)
+        when_all_are_done(parts, all_are_done)
         return future
 
     def unpin_prefix(self, name: str, tenant: str = "") -> bool:
@@ -352,15 +352,15 @@ class DataParallelEngine:
 
     def reset_prefix_cache(self) -> Future[int]:
         """Clear the prefix cache of every replica; see `Engine.reset_prefix_cache`."""
-        return _gather([engine.reset_prefix_cache() for engine in self._engines], sum)
+        return gather([engine.reset_prefix_cache() for engine in self._engines], sum)
 
     def pause(self, mode: PauseMode = "abort") -> Future[None]:
         """Pause every replica; see `Engine.pause`."""
-        return _gather([engine.pause(mode) for engine in self._engines], lambda results: None)
+        return gather([engine.pause(mode) for engine in self._engines], lambda results: None)
 
     def resume(self) -> Future[None]:
         """Resume every replica; see `Engine.resume`."""
-        return _gather([engine.resume() for engine in self._engines], lambda results: None)
+        return gather([engine.resume() for engine in self._engines], lambda results: None)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         """Release the device memory of every replica; see `Engine.sleep`."""
@@ -368,11 +368,28 @@ class DataParallelEngine:
         if level:
             with self._lock:
                 self._pinned.clear()
-        return _gather(parts, lambda results: None)
+        return gather(parts, lambda results: None)
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
         """Restore the device memory of every replica; see `Engine.wake_up`."""
-        return _gather([engine.wake_up(tags) for engine in self._engines], all)
+        return gather([engine.wake_up(tags) for engine in self._engines], all)
+
+    def update_weights(
+        self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> Future[str]:
+        """Replace the weights of all replicas while none runs a step; see `Engine.update_weights`."""
+        future = update_replicas(self._engines, weights, mode, version)
+        with self._lock:
+            self._pinned.clear()
+        return future
+
+    @property
+    def weight_version(self) -> str:
+        return self._engines[0].weight_version
+
+    @property
+    def num_weight_updates(self) -> int:
+        return self._engines[0].num_weight_updates
 
     @property
     def is_paused(self) -> bool:
@@ -400,7 +417,7 @@ class DataParallelEngine:
             else:
                 future.set_result(None)
 
-        _when_all_are_done(parts, all_are_done)
+        when_all_are_done(parts, all_are_done)
         return future
 
     # --- counts -----------------------------------------------------------------------------------------------------
@@ -467,30 +484,3 @@ class DataParallelEngine:
 def shares(total: int, num_parts: int) -> list[int]:
     """Divide a limit evenly; the first parts get the remainder."""
     return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
-
-
-_PartT = TypeVar("_PartT")
-_ResultT = TypeVar("_ResultT")
-
-
-def _gather(parts: Sequence[Future[_PartT]], combine: Callable[[Iterable[_PartT]], _ResultT]) -> Future[_ResultT]:
-    """Return a future with the combined results, or with the first error."""
-    future: Future[_ResultT] = Future()
-    future.set_running_or_notify_cancel()
-
-    def all_are_done() -> None:
-        errors = [error for part in parts if (error := part.exception()) is not None]
-        if errors:
-            future.set_exception(errors[0])
-        else:
-            future.set_result(combine([part.result() for part in parts]))
-
-    _when_all_are_done(parts, all_are_done)
-    return future
-
-
-def _when_all_are_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
-    if futures:
-        futures[0].add_done_callback(lambda _: _when_all_are_done(futures[1:], then))
-    else:
-        then()

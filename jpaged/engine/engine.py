@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from jpaged.config import EngineConfig
 from jpaged.engine.core import Clock, Done, EngineCore, PauseMode
-from jpaged.engine.executor import SLEEP_TAGS, Executor, Geometry, Sleeper, SleepTag, StepInputs
+from jpaged.engine.executor import SLEEP_TAGS, Executor, Geometry, Sleeper, SleepTag, StepInputs, WeightUpdate
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolInspector, ReplicaInspector
 from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
@@ -35,6 +36,7 @@ _JOIN_S, _ABANDONED_JOIN_S = 0.2, 1.0
 _LOOK_S = 0.005
 THREAD_NAME = "jpaged-engine"
 PAUSED = "generation is paused: try again after it is resumed"
+UPDATING = "the weights are being updated: try again"
 ASLEEP = "the engine is asleep: try again after wake_up"
 _ANY_LENGTH = RopeLengthLimits()
 _MAX_NEW = 50_000
@@ -47,6 +49,31 @@ def check_mode(mode: str) -> None:
     """Raise InvalidArgument if a mode of a pause is unknown."""
     if mode not in (modes := get_args(PauseMode)):
         raise InvalidArgument("mode", f"{str(mode)[:80]!r} is not one of {', '.join(modes)}")
+
+
+MAX_VERSION_CHARS = 128
+"""Limit of the name of a version of the weights."""
+
+
+def check_version(version: str | int | None) -> str | None:
+    """Return the name of a version of the weights; None counts.
+
+    Raises:
+        InvalidArgument: it is empty, too long, or not printable.
+    """
+    if version is None or (isinstance(version, int) and not isinstance(version, bool)):
+        return None if version is None else str(version)
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS or not version.isprintable():
+        problem = f"must be a number or a printable text of at most {MAX_VERSION_CHARS} characters"
+        raise InvalidArgument("version", f"{str(version)[:80]!r} {problem}")
+    return version
+
+
+def _get_update_obstacle(config: EngineConfig) -> str:
+    """Return the option with which weights cannot be updated, or an empty text."""
+    if config.lora.enable_dora:
+        return "--enable-dora: magnitudes belong to the first weights"
+    return "" if config.roles.role == "both" else f"--role {config.roles.role}"
 
 
 def check_sleep(level: int, sleeper: Sleeper | None, *, has_stores: bool) -> None:
@@ -298,6 +325,9 @@ class Engine:
         self.in_flight: Container[str] = self._in_flight
         self.clock = clock
         self._can_sleep = config.scheduler.enable_sleep_mode
+        self._update_lock = threading.Lock()
+        self._was_paused = False  # when the update began
+        self._unsupported_update = _get_update_obstacle(config)
         self.max_num_in_flight = self._in_flight.max_num
         self.prefixes = self._loop.memory.prefixes
         geometry = executor.geometry
@@ -510,6 +540,100 @@ class Engine:
         self._run_command(wake).add_done_callback(finish)
         return is_awake
 
+    def update_weights(
+        self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> Future[str]:
+        """Replace the weights between two steps.
+
+        Args:
+            weights: what `Sleeper.check_update` accepts.
+            mode: as for `pause`; requests that are kept are recomputed from their tokens. If generation is paused, it
+                stays paused.
+            version: name of the new weights; None counts the updates.
+
+        Returns:
+            the version, once requests run with the new weights; or an error, after which the weights are asleep unless
+            nothing was changed.
+
+        Raises:
+            InvalidArgument: the weights are not of this model, or the mode or the version is invalid.
+            Unsupported: the executor cannot replace its weights, or an option does not allow that.
+            Unavailable: another update runs.
+        """
+        return update_replicas([self], weights, mode, version)
+
+    def open_update(self, weights: object) -> WeightUpdate:
+        """Check weights for `update_weights`."""
+        sleeper = self._executor.sleeper
+        if sleeper is None:
+            raise Unsupported("update_weights: is not supported with several processes, a draft model or EPLB")
+        if self._unsupported_update:
+            raise Unsupported(f"update_weights: is not supported with {self._unsupported_update}")
+        return sleeper.check_update(weights)
+
+    def lock_update(self) -> None:
+        """Let no other update begin until `end_update` is done.
+
+        Raises:
+            Unavailable: one runs.
+        """
+        if not self._update_lock.acquire(blocking=False):
+            raise Unavailable("another update of the weights is running: try again")
+
+    def unlock_update(self) -> None:
+        """Let other updates begin."""
+        self._update_lock.release()
+
+    def begin_update(self, mode: PauseMode) -> Future[None]:
+        """Pause generation for an update."""
+
+        def begin(done: Done) -> None:
+            self._was_paused = self._loop.is_paused
+            if not self._was_paused and mode != "keep":
+                self._in_flight.refuse(UPDATING)
+            self._loop.pause(mode, done)
+
+        return self._run_command(begin)
+
+    def apply_update(self, update: WeightUpdate, version: str | None) -> Future[None]:
+        """Replace the weights during a pause."""
+
+        def apply(done: Done) -> None:
+            was_asleep = bool(self._loop.asleep)
+            self._pins.clear()
+            error = self._loop.update_weights(update, version)
+            if error is None and was_asleep and not self._loop.asleep:
+                self._in_flight.refuse("")
+            done(error)
+
+        return self._run_command(apply)
+
+    def end_update(self, *, must_discard: bool) -> Future[None]:
+        """End an update: discard the weights because another replica has none, or resume if it was not paused."""
+
+        def end(done: Done) -> None:
+            if must_discard:
+                self._loop.discard_weights()
+            if self._loop.asleep:
+                self._in_flight.refuse(ASLEEP)
+            elif not self._was_paused and self._loop.resume() is None:
+                self._in_flight.refuse("")
+            done(None)
+
+        ended = self._run_command(end)
+        ended.add_done_callback(lambda _: self.unlock_update())
+        return ended
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights: "0" at first."""
+        return self._loop.weight_version
+
+    @property
+    def num_weight_updates(self) -> int:
+        """Number of times that the weights were replaced."""
+        return self._loop.num_updates
+
     @property
     def is_paused(self) -> bool:
         """True between `pause` and `resume`, or `sleep` and `wake_up`."""
@@ -638,3 +762,92 @@ class Engine:
     def check(self) -> None:
         """Raise InternalError if a block is lost, shared by mistake, or free and in use."""
         self._loop.check()
+
+
+def update_replicas(
+    engines: Sequence[Engine], weights: object, mode: PauseMode, version: str | int | None
+) -> Future[str]:
+    """Replace the weights of all replicas while none of them runs a step; see `Engine.update_weights`.
+
+    check all | pause all | replace all | resume all       an error in one replica: all discard their weights
+    """
+    check_mode(mode)
+    named = check_version(version)
+    if not isinstance(weights, str | os.PathLike | Mapping) and isinstance(weights, Iterable):
+        weights = list(weights)  # of an iterator, for every replica
+    updates: list[WeightUpdate] = []
+    result: Future[str] = Future()
+    result.set_running_or_notify_cancel()
+
+    def close() -> None:
+        for update in updates:
+            update.close()
+
+    def end(error: BaseException | None) -> None:
+        close()
+        changed = [engine.num_weight_updates != count or "weights" in engine.asleep for engine, count in before]
+        must_discard = error is not None and any(changed)
+        ends = [engine.end_update(must_discard=must_discard) for engine in engines]
+
+        def finish() -> None:
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(engines[0].weight_version)
+
+        when_all_are_done(ends, finish)
+
+    def first_error(parts: Sequence[Future[None]]) -> BaseException | None:
+        return next((error for part in parts if (error := part.exception()) is not None), None)
+
+    def apply() -> None:
+        if (error := first_error(pauses)) is not None:
+            end(error)
+            return
+        parts = [engine.apply_update(update, named) for engine, update in zip(engines, updates, strict=True)]
+        when_all_are_done(parts, lambda: end(first_error(parts)))
+
+    locked: list[Engine] = []
+    try:
+        for engine in engines:
+            updates.append(engine.open_update(weights))
+        for engine in engines:
+            engine.lock_update()
+            locked.append(engine)
+    except BaseException:
+        for engine in locked:
+            engine.unlock_update()
+        close()
+        raise
+    before = [(engine, engine.num_weight_updates) for engine in engines]
+    pauses = [engine.begin_update(mode) for engine in engines]
+    when_all_are_done(pauses, apply)
+    return result
+
+
+_PartT = TypeVar("_PartT")
+_ResultT = TypeVar("_ResultT")
+
+
+def gather(parts: Sequence[Future[_PartT]], combine: Callable[[Iterable[_PartT]], _ResultT]) -> Future[_ResultT]:
+    """Return a future with the combined results, or with the first error."""
+    future: Future[_ResultT] = Future()
+    future.set_running_or_notify_cancel()
+
+    def all_are_done() -> None:
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        if errors:
+            future.set_exception(errors[0])
+        else:
+            future.set_result(combine([part.result() for part in parts]))
+
+    when_all_are_done(parts, all_are_done)
+    return future
+
+
+def when_all_are_done(futures: Sequence[Future[Any]], then: Callable[[], None]) -> None:
+    """Call a function after all futures are done."""
+    if futures:
+        futures[0].add_done_callback(lambda _: when_all_are_done(futures[1:], then))
+    else:
+        then()

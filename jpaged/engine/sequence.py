@@ -27,11 +27,11 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 
 from jpaged.engine.executor import Geometry
-from jpaged.engine.kv_cache.blocks import SequenceBlocks, root_block_hash
+from jpaged.engine.kv_cache.blocks import BlockHash, SequenceBlocks, root_block_hash
 from jpaged.errors import InternalError
 from jpaged.pool import PrefixOwner
 from jpaged.structured import GrammarState
-from jpaged.types import OutputEvent, PriorOutput, Request, RequestTimes, ResumedSequence
+from jpaged.types import OutputEvent, PriorOutput, Request, RequestTimes, ResumedSequence, WeightVersionRun
 
 OutputCallback = Callable[[OutputEvent], None]
 """Callback for a request's events; called on the engine thread."""
@@ -49,7 +49,7 @@ class Status(enum.Enum):
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
-    Status.SWAPPED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 
@@ -69,6 +69,7 @@ class Sequence:
         grammar: its state in the request's grammar; None without one.
         rope_len: length that selects the RoPE scaling of the first tokens (LongRoPE); the prompt length at first.
         num_given_tokens: tokens that it had on arrival: its prompt, and output generated on another server.
+        versions: former weights that sampled tokens, and the length when they were replaced.
     """
 
     index: int
@@ -85,6 +86,7 @@ class Sequence:
     prompt_logprobs_end: int = 0
     grammar: GrammarState | None = None
     num_given_tokens: int = field(init=False)
+    versions: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.rope_len = self.num_given_tokens = len(self.token_ids)
@@ -187,8 +189,31 @@ class Sequence:
         """Return a new sequence with the same tokens and state, without blocks."""
         twin = Sequence(index, list(self.token_ids), self.kv.new_like(), self.status)
         twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
-        twin.cumulative_logprob = self.cumulative_logprob
+        twin.cumulative_logprob, twin.versions = self.cumulative_logprob, self.versions
         return twin
+
+    def end_version(self, version: str, root: BlockHash) -> None:
+        """Record the version of the weights that sampled its tokens so far; others write its blocks from now on.
+
+        Args:
+            root: parent hash of the first block with the next weights.
+        """
+        self.versions += ((version, len(self.token_ids)),)
+        self.kv.set_root(root)
+
+    def count_versions(self, version: str, length: int | None = None) -> tuple[WeightVersionRun, ...]:
+        """Return the versions of the weights that sampled its output here, in order, each with its tokens.
+
+        Args:
+            version: the current one.
+            length: of a finished beam; None for all tokens.
+        """
+        begin, whole, runs = self.num_given_tokens, len(self.token_ids) if length is None else length, []
+        for name, end in (*self.versions, (version, whole)):
+            if min(end, whole) > begin:
+                runs.append(WeightVersionRun(name, min(end, whole) - begin))
+                begin = min(end, whole)
+        return tuple(runs) or (WeightVersionRun(version, 0),)
 
     def move_to(self, status: Status) -> None:
         if status not in TRANSITIONS[self.status]:
@@ -275,6 +300,7 @@ class SequenceGroup:
     sink: OutputCallback
     max_blocks: InitVar[int]
     num_kv_groups: InitVar[int] = 1
+    weights: InitVar[bytes] = b""
     sequences: list[Sequence] = field(init=False, default_factory=list)
     is_forked: bool = field(init=False)
     has_logits_processors: bool = field(init=False)
@@ -293,15 +319,14 @@ class SequenceGroup:
     absences: PreemptionIntervals = field(default_factory=PreemptionIntervals)
     adapter_slot: int = 0
 
-    def __post_init__(self, max_blocks: int, num_kv_groups: int) -> None:
+    def __post_init__(self, max_blocks: int, num_kv_groups: int, weights: bytes) -> None:
         request, sampling = self.request, self.request.sampling
         self.has_logits_processors = sampling.has_logits_processors or request.grammar is not None
         self.needs_row_scheduling = sampling.needs_row_scheduling
         self.may_jump = not (sampling.needs_logprobs or sampling.needs_counts or sampling.allowed_token_ids is not None)
         num_sequences = 1 if sampling.beam_width else sampling.num_samples
         adapter = request.adapter
-        whose = request.cache_tenant, b"" if adapter is None else adapter.digest
-        root = root_block_hash(sampling.cache_salt, *whose) if sampling.use_prefix_cache else None
+        root = self._root(weights) if sampling.use_prefix_cache else None
         owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):
@@ -315,6 +340,19 @@ class SequenceGroup:
         self.reset_for_recompute()
         if request.prompt_logprobs_start is not None or request.pooling is not None:
             self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
+
+    def _root(self, weights: bytes) -> BlockHash:
+        request = self.request
+        return root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
+
+    def end_version(self, version: str, weights: bytes) -> None:
+        """Record the version of the weights that sampled the tokens so far; no sequence may have blocks.
+
+        Args:
+            weights: digest of the next weights.
+        """
+        for sequence in self.sequences:
+            sequence.end_version(version, self._root(weights))
 
     @property
     def is_streamed(self) -> bool:

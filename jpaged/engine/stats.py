@@ -273,6 +273,7 @@ class StepStats:
                 num_expert_rearrangements=experts.num_rearrangements,
                 num_experts_moved=experts.num_moved,
                 expert_balancedness=experts.balancedness,
+                expert_peak_ratio=experts.peak_ratio,
             )
         if stall_detector is None:
             return load

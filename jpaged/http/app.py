@@ -58,7 +58,7 @@ from jpaged.http.exchange import (
 from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import ScoringJob, classify_job, embed_job, rerank_job, score_job
-from jpaged.openai.request import adapter_in, chat_job, completion_job
+from jpaged.openai.request import adapter_in, chat_job, completion_job, weight_update_in
 from jpaged.service.calls import is_name
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.service import Service
@@ -232,7 +232,7 @@ def control_routes(service: Service) -> list[Route]:
 
 
 def sleep_routes(service: Service) -> list[Route]:
-    """Return vLLM's routes that pause generation and release device memory."""
+    """Return the routes that pause generation, release device memory and replace weights."""
 
     def engine_for(method: str, request: Request) -> EngineClient:
         _require_no_foreign_page(request, service.state.config.http.http_cors_origins)
@@ -266,8 +266,19 @@ def sleep_routes(service: Service) -> list[Route]:
     async def is_paused(request: Request) -> Response:
         return JSON({"is_paused": _require_sleep_mode(service.state.serving()).engine.is_paused})
 
+    async def update_weights(request: Request) -> Response:
+        given = await read_body(service, request, lambda body: weight_update_in(request.url.path, body))
+        mode: Any = given.mode  # the engine checks it
+        version = await service.update_weights(given.path, mode, given.version)
+        return JSON({"success": True, "message": "the weights were replaced", "weight_version": version})
+
+    async def weight_version(request: Request) -> Response:
+        return JSON({"weight_version": service.state.serving().engine.weight_version})
+
+    updates = ("/update_weights", "/update_weights_from_disk")
     posts = {"/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume}
-    gets = {"/is_sleeping": is_sleeping, "/is_paused": is_paused}
+    posts |= dict.fromkeys(updates, update_weights)
+    gets = {"/is_sleeping": is_sleeping, "/is_paused": is_paused, "/weight_version": weight_version}
     return [
         *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
         *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),

@@ -81,7 +81,8 @@ class CompletionJob:
 
     def heading(self) -> ResponseMetadata:
         """Return the common fields of the responses."""
-        return ResponseMetadata(self.request_id, self.job.model or self.model.model.name)
+        name, has_versions = self.job.model or self.model.model.name, self.model.config.scheduler.enable_sleep_mode
+        return ResponseMetadata(self.request_id, name, has_versions=has_versions)
 
     def left_s(self) -> float | None:
         """Return the remaining time of the caller's timeout."""

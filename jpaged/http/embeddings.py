@@ -37,6 +37,7 @@ from jpaged.http.exchange import (
 )
 from jpaged.openai.embeddings import (
     HEAD_TASKS,
+    ClassifyJob,
     EmbedJob,
     PoolingJob,
     ScoringJob,
@@ -335,6 +336,7 @@ async def evaluate_job(service: Service, request: Request, job: ScoringJob, user
             if not is_classifier or job.task != HEAD_TASKS[0]:
                 error = f"only {HEAD_TASKS[0]!r}" if is_classifier else no_classification_head(loaded.model)
                 raise InvalidArgument("task", f"{job.task!r} is not supported: {error}")
+    if isinstance(job, PoolingJob | ClassifyJob):
         job = replace(job, request_id=name_request(request, job.request_id))
 
     async def evaluate() -> Evaluation:

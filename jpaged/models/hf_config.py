@@ -52,6 +52,7 @@ _HARMLESS = (
     "keys_to_ignore_at_inference",
     "label2id",
     "layerdrop",
+    "max_model_len",  # a key of hf_overrides in examples of vLLM, which ignores it
     "model_type",
     "num_labels",
     "output_attentions",

@@ -696,6 +696,10 @@ class Ends(Module, abc.ABC):
         """Return a head's input states `[T, E]` from hidden states of the target model."""
         raise InternalError(f"{type(self).__name__} does not accept hidden states of another model")
 
+    def own_states(self, hidden_te: jax.Array) -> jax.Array:
+        """Return a head's input states `[T, E]` from its own hidden states `[T, E]`, for the next proposal."""
+        return hidden_te
+
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array) -> jax.Array:
         """Map the last layer's states `[R, E]`, of which the first rows are in use, to float32 logits `[R, V]`."""
         return (self.lm_head or self.embed).logits(hidden_re, num_rows, self.final_norm)

@@ -265,6 +265,10 @@ class Model:
         """
         return self._ends(params).combine(features_tf, Rows(num_rows))
 
+    def own_states(self, params: Params, hidden_te: jax.Array) -> jax.Array:
+        """Return a head's input states `[T, E]` from its own hidden states `[T, E]`, for the next proposal."""
+        return self._ends(params).own_states(hidden_te)
+
     def logits(self, params: Params, hidden_re: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
         """Map hidden states `[R, E]` to float32 logits `[R, V]`, by the final norm and the output matrix.
 

@@ -85,9 +85,8 @@ class PaddedAxis:
         An axis of layers may come first.
         """
         if self.name == "vocab":
-            padded = np.zeros((end - begin, *array.shape[1:]), array.dtype)
-            padded[: len(array)] = array
-            return padded
+            missing = (end - begin - len(array), *array.shape[1:])
+            return array.__array_namespace__().concat([array, np.zeros(missing, array.dtype)]) if missing[0] else array
         if self.heads is not None:
             first = begin % (self.repeats * self.heads.repeated(self.repeats).group_size)
             return repeat_groups(array, self.heads, self.repeats)[..., first : first + end - begin]
@@ -116,11 +115,12 @@ def repeat_groups(qkv: np.ndarray, heads: GroupedHeads, repeats: int) -> np.ndar
     """
     if repeats == 1:
         return qkv
-    group, outer = heads.group, qkv.shape[:-1]
+    group, outer, arrays = heads.group, qkv.shape[:-1], qkv.__array_namespace__()  # NumPy's, or JAX's when traced
     groups = qkv.reshape(*outer, -1, group + 2, heads.head_dim)
     q = groups[..., :group, :].reshape(*outer, -1, group // repeats, heads.head_dim)
-    repeated = np.concatenate((q, np.repeat(groups[..., group:, :], repeats, axis=-3)), axis=-2)
-    return repeated.reshape(*outer, -1)
+    kv = arrays.repeat(groups[..., group:, :], repeats, axis=-3)
+    repeated: np.ndarray = arrays.concat((q, kv), axis=-2).reshape(*outer, -1)
+    return repeated
 
 
 def pad_for_sharding(config: ModelConfig, num_parts: int) -> ModelConfig:

@@ -62,8 +62,15 @@ POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls", "max", "weightedmean", "
 _NORMALIZE = ("normalize", "use_activation")
 ENCODINGS = ("float", "base64", "bytes", "bytes_only")
 """Encodings of vectors: numbers, their bytes as text, and bodies of bytes, of which `bytes` has a header."""
-DTYPES: Mapping[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-"""Types of the numbers in base64."""
+DTYPES: Mapping[str, DTypeLike] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
+"""Types of the numbers in bytes."""
+_E4M3_MAX = 448.0
 BYTE_ORDERS = ("native", "little", "big")
 """Orders of their bytes; the native one is little-endian, as on every supported processor."""
 
@@ -150,8 +157,11 @@ class EmbedJob:
         """Return a vector, or an array as bytes, in the encoding of the job."""
         if self.encoding == "float":
             return [float(number) for number in values]
+        dtype, found = np.dtype(DTYPES[self.dtype]), np.asarray(values, np.float32)
+        if dtype == ml_dtypes.float8_e4m3fn:  # has no infinity
+            found = np.clip(found, -_E4M3_MAX, _E4M3_MAX)
         with np.errstate(over="ignore"):  # infinity, as in vLLM
-            found = np.asarray(values, np.float32).astype(DTYPES[self.dtype])
+            found = found.astype(dtype)
         order = ">" if self.is_big_endian else "<"
         content = found.view(f"u{found.itemsize}").astype(f"{order}u{found.itemsize}").tobytes()
         return Binary(content, found.shape) if self.is_binary else base64.b64encode(content).decode()
@@ -170,7 +180,13 @@ class EmbedJob:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyJob(EmbedJob):
-    """A parsed body of /classify; `normalize` is its `use_activation`."""
+    """A parsed body of /classify; `normalize` is its `use_activation`.
+
+    Attributes:
+        request_id: id of the response, after "classify-".
+    """
+
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +321,11 @@ def classify_job(as_given: Mapping[str, Any]) -> ClassifyJob:
     """Parse a body of /classify; raise as `score_job`."""
     own = OF_CLASSIFIED_CHATS if as_given.get("messages") is not None else OF_CLASSIFYING
     body = own_fields("/classify", as_given, own)
-    return ClassifyJob(**_embed_fields(body, own), normalize=flag_in(body, "use_activation", default=True))
+    return ClassifyJob(
+        **_embed_fields(body, own),
+        normalize=flag_in(body, "use_activation", default=True),
+        request_id=name_in(body, "request_id") or "",
+    )
 
 
 def _embed_fields(body: dict[str, Any], own: set[str]) -> dict[str, Any]:
@@ -491,7 +511,7 @@ def classification_body(
         }
         for i, values in enumerate(found)
     ]
-    return {"id": f"classify-{uuid.uuid4().hex}", **_body(model, data, prompt_tokens)}
+    return {"id": f"classify-{job.request_id}", **_body(model, data, prompt_tokens)}
 
 
 def _rows(values_te: NDArray[np.float32]) -> Iterator[list[float]]:

@@ -34,6 +34,7 @@ from jpaged.types import (
     SamplingParams,
     SequenceDelta,
     Usage,
+    WeightVersionRun,
 )
 
 
@@ -125,11 +126,13 @@ class ResponseMetadata:
         request_id: base of the id.
         model: the name in the request.
         created: seconds since 1970.
+        has_versions: choices have the versions of the weights that sampled them.
     """
 
     request_id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+    has_versions: bool = False
 
     def as_json(self, *, is_chat: bool, is_chunk: bool = False) -> dict[str, Any]:
         """Return the fields before the choices."""
@@ -233,7 +236,8 @@ def build_answer(
             prompt_text = prompt_texts[number] if job.has_echo else ""
             for one in shown.outputs:
                 index = number * job.sampling.n + one.index
-                yield _choice(job, number, shown, one, token_text, prompt_text) | {"index": index}
+                choice = _choice(job, number, shown, one, token_text, prompt_text) | {"index": index}
+                yield choice | _versions(one.weight_versions) if heading.has_versions else choice
 
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
     is_short = sum(len(output.outputs) for output in outputs) <= _MAX_LISTED
@@ -242,6 +246,11 @@ def build_answer(
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
+
+
+def _versions(runs: Sequence[WeightVersionRun]) -> dict[str, Any]:
+    """Return the choice's field for the versions of the weights."""
+    return {"weight_versions": [{"version": run.version, "num_tokens": run.num_tokens} for run in runs]}
 
 
 def build_usage(usages: Iterable[Usage]) -> dict[str, Any]:
@@ -411,6 +420,7 @@ class ChunkBuilder:
         self._token_text = _named_by(job, token_text)
         self._how = job.streaming or Streaming()
         self._heading = heading.as_json(is_chat=job.is_chat, is_chunk=True)
+        self._has_versions = heading.has_versions
         self._usages = [Usage() for _ in job.prompts]
         self._sent_positions: list[list[PositionLogprobs]] = [[] for _ in job.prompts]
         self._begun: set[int] = set()
@@ -505,6 +515,8 @@ class ChunkBuilder:
         choice["finish_reason"] = reason
         if finish is not None or not job.is_chat:
             choice["stop_reason"] = stopped_by
+        if finish is not None and self._has_versions:
+            choice |= _versions(event.weight_versions)
         if job.has_token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk(choice, number)

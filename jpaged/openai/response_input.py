@@ -44,6 +44,7 @@ _ITEM_FIELDS: Mapping[str, frozenset[str]] = {
     "custom_tool_call": frozenset({"type", "call_id", "name", "namespace", "input"}),
     "custom_tool_call_output": frozenset({"type", "call_id", "name", "output"}),
     "additional_tools": frozenset({"type", "role", "tools"}),
+    "agent_message": frozenset({"type", "author", "recipient", "content"}),
 }
 """Fields of each type of item that is read, in addition to `_ECHOED`."""
 _HOSTED_ITEMS = frozenset(
@@ -332,6 +333,10 @@ class ItemConverter:
             return
         if kind == "message":
             self.messages.append(self._message(where, item))
+        elif kind == "agent_message":
+            names = " to ".join(_string(where, item, name) for name in ("author", "recipient"))
+            text = self._text(f"{where}.content", item.get("content"))
+            self.messages.append({"role": "user", "content": f"Message from {names}:\n{text}"})
         elif kind in ("function_call", "custom_tool_call"):
             _add_call(self.messages, _call(where, item), has_thought=any(self._thought))
         else:

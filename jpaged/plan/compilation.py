@@ -164,7 +164,8 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
     name, config = find_config(question.model, options.model.overrides)
     target, config = find_target(question.target), _adjusted(config, question, options)
     draft = _draft_config(options, config)
-    chosen = 1 if options.has_head else question.options.get("tensor_parallel_size")
+    is_single = options.has_head and draft is not None and not is_mtp(draft)
+    chosen = 1 if is_single else question.options.get("tensor_parallel_size")
     num_parts, in_stages = options.parallel.context_parallel_size, options.parallel.pipeline_parallel_size
     configs = [config] if draft is None else [config, draft]
     num_sharing, notes = _num_devices(configs, target, chosen, num_parts, in_stages)

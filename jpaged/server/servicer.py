@@ -35,6 +35,7 @@ from jpaged.chat import (
     json_object,
 )
 from jpaged.config import EngineConfig
+from jpaged.engine.core import PauseMode
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.server.grpc_server import MessagesInHand, ServicerContext, error_for, get_status, status_on_error
@@ -430,7 +431,7 @@ def build_response(
         logprobs=[_build_position(position) for position in event.logprobs],
         prompt_logprobs=[_build_position(position) for position in event.prompt_logprobs],
         usage=_build_usage(event.usage),
-        finish=None if event.finish is None else _build_finish(event.finish, event.cumulative_logprob),
+        finish=None if event.finish is None else _build_finish(event.finish, event),
         prompt_token_ids=prompt_token_ids,
         is_last=event.is_last,
         times=None if event.times is None else _build_message(inference_pb2.RequestTimes, event.times),
@@ -513,13 +514,14 @@ def _build_usage(usage: Usage) -> inference_pb2.Usage:
     )
 
 
-def _build_finish(finish: SequenceFinish, cumulative_logprob: float | None) -> inference_pb2.Finish:
+def _build_finish(finish: SequenceFinish, event: OutputEvent) -> inference_pb2.Finish:
     matched = finish.matched_stop
     return inference_pb2.Finish(
         reason=_FINISH_REASONS[finish.reason],
         matched_stop_string=matched if isinstance(matched, str) else None,
         matched_stop_token_id=matched if isinstance(matched, int) else None,
-        cumulative_logprob=cumulative_logprob,
+        cumulative_logprob=event.cumulative_logprob,
+        weight_versions=[_build_message(inference_pb2.WeightVersionRun, run) for run in event.weight_versions],
     )
 
 
@@ -815,6 +817,14 @@ def _shutting_down() -> Unavailable:
     return Unavailable("the server is shutting down: it accepts no new requests")
 
 
+_UPDATE_MODES: Mapping[int, PauseMode] = {
+    control_pb2.UPDATE_MODE_UNSPECIFIED: "keep",
+    control_pb2.UPDATE_MODE_KEEP: "keep",
+    control_pb2.UPDATE_MODE_WAIT: "wait",
+    control_pb2.UPDATE_MODE_ABORT: "abort",
+}
+
+
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """jpaged.v1.ControlService."""
 
@@ -831,9 +841,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def GetModelInfo(
         self, request: control_pb2.GetModelInfoRequest, context: ServicerContext
     ) -> control_pb2.GetModelInfoResponse:
-        """Return the model's properties, fixed at startup."""
+        """Return the model's properties, fixed at startup except for the version of the weights."""
         async with status_on_error(context):
-            return build_model_info(self._service.state.loaded().model)
+            loaded = self._service.state.loaded()
+            return build_model_info(replace(loaded.model, weight_version=loaded.engine.weight_version))
 
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: ServicerContext
@@ -883,6 +894,17 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with status_on_error(context):
             self._service.unload_adapter(request.name)
             return control_pb2.UnloadAdapterResponse()
+
+    async def UpdateWeights(
+        self, request: control_pb2.UpdateWeightsRequest, context: ServicerContext
+    ) -> control_pb2.UpdateWeightsResponse:
+        """Replace the weights, even if the client disconnects."""
+        async with status_on_error(context):
+            mode = _UPDATE_MODES.get(request.mode)
+            if mode is None:
+                raise InvalidArgument("mode", f"{request.mode} is not a value of UpdateMode")
+            version = await self._service.update_weights(request.path, mode, request.version or None)
+            return control_pb2.UpdateWeightsResponse(weight_version=version)
 
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: ServicerContext

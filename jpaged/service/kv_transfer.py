@@ -235,7 +235,8 @@ class PrefixTransferService:
 
         def make() -> tuple[BlockHashChain, Sequence[BlockHash]]:
             token_ids = model.input_processor.prefix(prefix.prompt)
-            chain = transfer.chain(root_block_hash(prefix.cache_salt, tenant, digest), token_ids)
+            root = root_block_hash(prefix.cache_salt, tenant, digest, transfer.weights)
+            chain = transfer.chain(root, token_ids)
             bare = BlockHashChain.of(
                 root_block_hash(prefix.cache_salt, "", digest), chain.token_ids, transfer.block_size
             )

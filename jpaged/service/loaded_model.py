@@ -347,6 +347,18 @@ class EngineClient(Protocol):
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]: ...
 
+    def update_weights(
+        self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> Future[str]: ...
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights."""
+
+    @property
+    def num_weight_updates(self) -> int:
+        """Number of times that the weights were replaced."""
+
     @property
     def is_paused(self) -> bool:
         """True between `pause` and `resume`, or `sleep` and `wake_up`."""
@@ -461,6 +473,18 @@ class LoadedModel:
     checkpoint: str = ""
     hidden_size: int = 0
     pooler: Pooler | None = None
+
+    def update_weights(
+        self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> Future[str]:
+        """Replace the weights; see `Engine.update_weights`.
+
+        Raises:
+            Unsupported: the model has a classification head, which is not among the weights of the engine.
+        """
+        if self.pooler is not None and self.pooler.labels:
+            raise Unsupported("update_weights: is not supported for models with a classification head")
+        return self.engine.update_weights(weights, mode, version)
 
     @property
     def names(self) -> tuple[str, ...]:

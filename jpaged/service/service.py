@@ -42,6 +42,7 @@ from jpaged.access.authenticator import Authenticator, CallContext, current
 from jpaged.access.keys import Role
 from jpaged.access.quotas import QuotaLease, Quotas
 from jpaged.config import EngineConfig
+from jpaged.engine.core import PauseMode
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -51,6 +52,7 @@ from jpaged.errors import (
     PermissionDenied,
     QueueFull,
     Unavailable,
+    Unsupported,
 )
 from jpaged.outputs import Completions
 from jpaged.sampling_params import NO_DEFAULTS
@@ -76,6 +78,7 @@ from jpaged.types import (
     Request,
     RequestOutput,
     SequenceFinish,
+    require_whole_characters,
 )
 
 
@@ -467,6 +470,27 @@ class Service:
         """Load an adapter from a path of this machine, for requests that name it; see `Adapters.load`."""
         model = self.controlled("LoadAdapter", name, self.state.serving())
         return await self._workers.read(lambda: model.adapters.load(name, path, replaces=replaces))
+
+    async def update_weights(self, path: str, mode: PauseMode = "keep", version: str | int | None = None) -> str:
+        """Replace the model's weights by those of a path of this machine; return their version.
+
+        The weights are replaced even if the caller disconnects.
+
+        Raises:
+            InvalidArgument: the weights are not of this model; see `Engine.update_weights`.
+            Unsupported: the server was started without --enable-sleep-mode, or the weights cannot be replaced.
+        """
+        model = self.controlled("UpdateWeights", path, self.state.serving())
+        if not model.config.scheduler.enable_sleep_mode:
+            raise Unsupported("updating weights is off: start the server with --enable-sleep-mode")
+        require_whole_characters("path", path)
+        try:
+            begun = await self._workers.read(lambda: model.update_weights(path, mode, version))
+            return await detached(asyncio.wrap_future(begun))
+        except InvalidArgument as error:
+            if error.field != "weights":
+                raise
+            raise InvalidArgument("path", error.problem) from error
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.

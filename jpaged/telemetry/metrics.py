@@ -78,6 +78,11 @@ class EngineCollector(Collector):
         yield ignored
         if self._serving.config.scheduler.enable_sleep_mode:
             yield self._sleep_state()
+            updates = CounterMetricFamily(
+                "jpaged:weight_updates", "Replacements of the model's weights.", labels=("model_name",)
+            )
+            updates.add_metric((name,), engine.num_weight_updates)
+            yield updates
         if (max_loras := self._serving.model.max_loras) > 0:
             yield self._adapters(load, max_loras)
 

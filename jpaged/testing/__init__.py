@@ -8,6 +8,7 @@ fake_steps.py      several steps in one dispatch, rounds of proposals, a manual 
 from jpaged.testing.fake_executor import (
     FakeAdapter,
     FakeExecutor,
+    FakeUpdate,
     Faults,
     FedExecutor,
     SeveralStepsExecutor,
@@ -24,6 +25,7 @@ __all__ = [
     "ByteTokenizer",
     "FakeAdapter",
     "FakeExecutor",
+    "FakeUpdate",
     "Faults",
     "FedExecutor",
     "SeveralStepsExecutor",

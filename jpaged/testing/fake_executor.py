@@ -30,6 +30,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +54,11 @@ from jpaged.engine.executor import (
     SleepTag,
     StepInputs,
     StepOutputs,
+    WeightUpdate,
 )
 from jpaged.engine.executor.aux_io import AuxInputs, AuxKind, AuxOutputs
 from jpaged.engine.executor.io import ANY_TOKEN, MASK_BITS, CascadeCosts, LogitsProcessorInputs, TokenCountReset
-from jpaged.errors import InternalError
+from jpaged.errors import InternalError, InvalidArgument
 from jpaged.testing.fake_model import NAN, ByteTokenizer, Script, SeenTokens, Window, places_seen, sampled
 from jpaged.testing.fake_steps import FakeDraft, FakeFeed, FakeInterrupt, FakeRounds
 from jpaged.types import Adapter
@@ -134,6 +136,7 @@ class FakeHostBlocks:
     def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
         self._host = host
         self._identity = identity
+        self._weight = 0
         self._block_size = block_size
         self.bytes_per_block = block_size * host.shape[1] * host.itemsize
 
@@ -149,7 +152,30 @@ class FakeHostBlocks:
 
     def kv_identity(self) -> bytes:
         """Return a hash shared by all fakes that write the same numbers."""
-        return hashlib.sha256(self._identity).digest()
+        return hashlib.sha256(self._identity + (str(self._weight).encode() if self._weight else b"")).digest()
+
+    def set_weight(self, weight: int) -> None:
+        """Set what the blocks are written with."""
+        self._weight = weight
+
+
+@dataclass(slots=True)
+class FakeUpdate:
+    """New weights of a fake: a number that is added to the next token, like that of an adapter.
+
+    Attributes:
+        fails: replacing the weights fails halfway.
+        is_closed: `close` was called.
+    """
+
+    weight: int
+    is_complete: bool = True
+    fails: bool = False
+    is_closed: bool = False
+
+    def close(self) -> None:
+        """Record the call."""
+        self.is_closed = True
 
 
 def get_run(inputs: StepInputs, row: int) -> tuple[int, int]:
@@ -349,6 +375,7 @@ class FakeExecutor:
         # For each slot the digest of all tokens that the state has seen.
         self._states: NDArray[np.int64] = np.full(self._geometry.num_state_slots + 1, _UNWRITTEN, np.int64)
         self._weights: NDArray[np.int64] = np.zeros(self.max_loras + 1, np.int64)  # of the adapter in each slot
+        self.base_weight = 0
         self._counted = CountedTokens()
         self.draft = FakeDraft(self._geometry, _UNWRITTEN)
         self._aux: list[SeenTokens] = []  # for the last step's positions with auxiliary outputs
@@ -393,7 +420,7 @@ class FakeExecutor:
             raise InternalError(f"adapter slot {slot}; there are {self.max_loras}")
         if not isinstance(adapter, FakeAdapter):
             raise InternalError(f"{adapter} is not a fake adapter")
-        self._weights[slot] = adapter.weight
+        self._weights[slot] = self.base_weight + adapter.weight
 
     def forward(self, inputs: StepInputs) -> list[SeenTokens]:
         """Run the forward at once; return what each row may look at when it samples."""
@@ -543,11 +570,45 @@ class FakeExecutor:
         self.sleep_level = level
         self.asleep = set(SLEEP_TAGS)
         if level > 1:
+            self.base_weight = 0
             self._weights[:] = 0
 
     def wake_up(self, tag: SleepTag) -> None:
         """Let steps use what sleeps again."""
         self.asleep.remove(tag)
+
+    def check_update(self, weights: object) -> FakeUpdate:
+        """Return an update that was made by a test, or one of the number in a file.
+
+        Raises:
+            InvalidArgument: it is neither.
+        """
+        if isinstance(weights, str) and Path(weights).is_file():
+            return FakeUpdate(int(Path(weights).read_text(encoding="utf-8")))
+        if not isinstance(weights, FakeUpdate):
+            raise InvalidArgument("weights", f"{weights!r} is not a FakeUpdate")
+        return weights
+
+    def update(self, update: WeightUpdate) -> None:
+        """Replace the weights at once."""
+        assert isinstance(update, FakeUpdate)
+        if update.fails:
+            self.discard()
+            raise InvalidArgument("weights", "tensor w is not finite")
+        self._weights += update.weight - self.base_weight
+        self.base_weight = update.weight
+        self.asleep.discard("weights")
+        self._identity_changed()
+
+    def discard(self) -> None:
+        """Forget the weights; steps raise until there are others."""
+        self.base_weight = 0
+        self._weights[:] = 0
+        self.asleep.add("weights")
+
+    def _identity_changed(self) -> None:
+        if self.host_blocks is not None:
+            self.host_blocks.set_weight(self.base_weight)
 
     def _write_digests(self, inputs: StepInputs, row: int) -> None:
         """Continue, in the slots that a row has written, the digest of the tokens before them."""

@@ -60,6 +60,7 @@ from jpaged.types.values import (
     TextState,
     TokenLogprob,
     Usage,
+    WeightVersionRun,
 )
 from jpaged.version import alias_names
 
@@ -110,6 +111,7 @@ __all__ = [
     "TextState",
     "TokenLogprob",
     "Usage",
+    "WeightVersionRun",
     "is_loopback",
     "param",
     "require_whole_characters",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
@@ -115,6 +115,7 @@ class ModelInfo:
             checkpoint's generation config.
         aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
+        weight_version: version of the weights; "0" until the first update.
     """
 
     name: str
@@ -138,6 +139,7 @@ class ModelInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
+    weight_version: str = "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +432,13 @@ class SequenceFinish:
     matched_stop: str | int | None = None
 
 
+class WeightVersionRun(NamedTuple):
+    """Adjacent output tokens that were sampled with the same version of the weights."""
+
+    version: str
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class SequenceDelta:
     """Addition of one event or message to one sequence of a request.
@@ -448,6 +457,7 @@ class SequenceDelta:
             of one array, the hidden states of all tokens in order.
         reasoning_content: chats: reasoning to append; not part of `text`.
         tool_calls: chats: parts of calls, in order; not part of `text`.
+        weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order.
     """
 
     request_id: str
@@ -464,6 +474,7 @@ class SequenceDelta:
     embedding: tuple[float, ...] | memoryview = ()
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
+    weight_versions: tuple[WeightVersionRun, ...] = ()
 
 
 @dataclass(slots=True)
@@ -486,6 +497,8 @@ class CompletionOutput:
         reasoning_content: chats: the reasoning; not part of `text`.
         tool_calls: chats: the calls; not part of `text`.
         lora_request: adapter of the request, as the caller of `LLM` gave it.
+        weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
+            while the request was kept. Empty while a stream continues, and from servers that do not report them.
     """
 
     index: int
@@ -498,6 +511,12 @@ class CompletionOutput:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     lora_request: LoRARequest | None = None
+    weight_versions: tuple[WeightVersionRun, ...] = ()
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that sampled the last token; "" if not reported."""
+        return self.weight_versions[-1].version if self.weight_versions else ""
 
     @property
     def stop_reason(self) -> str | int | None:

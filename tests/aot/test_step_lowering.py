@@ -26,13 +26,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jpaged.config import Backend, EngineConfig
 from jpaged.device.aot.topology import GENERATIONS
-from jpaged.device.compilation.lowering import abstract_serving
+from jpaged.device.compilation.lowering import abstract_serving, packed_decode
 from jpaged.device.lora import AdapterRoom, fill_slot
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.model_runner import EDIT_WORDS, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
 from jpaged.device.speculative.dispatch import SpeculatePacking
 from jpaged.device.speculative.step import packed_speculate
-from jpaged.device.step import Step, forward_packing, packed_decode
+from jpaged.device.step import Step, forward_packing
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.kernels.kv_layout import KVForm

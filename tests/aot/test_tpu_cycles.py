@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.record import PAGE
 from benchmarks.tpu_cycles import recorded
-from benchmarks.tpu_cycles.cases import TOPOLOGIES, Case, few, gate, table
+from benchmarks.tpu_cycles.cases import TOPOLOGIES, Case, few, gate, narrow, table
 from benchmarks.tpu_cycles.counting import CountingFailed, counted, version
 from benchmarks.tpu_cycles.machine import LostTrack, Machine, Memory, Run
 from benchmarks.tpu_cycles.program import Program, UnreadableProgram, parse
@@ -27,6 +27,7 @@ NEWEST = Path(sys.prefix) / "aot-newest/libtpu/libtpu.so"
 
 
 FEW, ALL = [*few()], [*gate()]
+NARROW = [case for case in narrow() if case not in ALL]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ FEW, ALL = [*few()], [*gate()]
     [
         pytest.param(PINNED, FEW, marks=pytest.mark.long, id="pinned"),
         pytest.param(PINNED, [case for case in ALL if case not in FEW], marks=pytest.mark.deep, id="pinned-rest"),
+        pytest.param(PINNED, NARROW, marks=pytest.mark.deep, id="pinned-narrow"),
         pytest.param(NEWEST, ALL, marks=pytest.mark.deep, id="newest"),
     ],
 )
@@ -71,7 +73,7 @@ def test_the_gate_meets_every_pair() -> None:
         assert len(Counter((row[a], row[b]) for row in rows)) == levels[0] * levels[1]
     assert [len({row[i] for row in rows}) for i in range(4)] == [4, 4, 3, 3]
     assert {case.generation for case in gate() if case.kind == "prefill"} == set(TOPOLOGIES)
-    assert set(gate()) <= set(table())
+    assert set(gate()) | set(narrow()) <= set(table())
     assert Counter((case.generation, case.kind) for case in FEW) == dict.fromkeys(
         ((generation, kind) for generation in TOPOLOGIES for kind in ("decode", "prefill")), 1
     )

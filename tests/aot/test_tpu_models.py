@@ -437,6 +437,7 @@ PARTS = {
     ("llama-3-70b@v5p:2x2x2", "forward[64]"): 2,
     ("llama-3-70b@tpu7x:2x2x2", "forward[64]"): 2,
     ("llama-3-8b@tpu7x:1x1x1", "forward[512]"): 2,
+    ("llama-3-70b@v6e:2x4", "forward[256]"): 2,
     ("llama-3-70b@v6e:2x4", "forward[512]"): 4,
     ("llama-3-70b@v6e:2x4", "forward[2048]"): 2 * 4,
 }
@@ -495,9 +496,9 @@ def test_recorded_exchanges_are_two_sums_a_layer_and_one_of_the_embedding() -> N
 
 
 def test_sums_of_llama_70b_are_mostly_hidden() -> None:
-    """On v6e:2x4 at most 10 % of a decode step is exposed, and at most 12 % of the default prefill step."""
+    """On v6e:2x4 at most 10 % of decode steps is exposed, and at most 12 % of the default prefill step."""
     exposed = {one["program"]: one["exposed_share"] for one in RECORDED if one["cell"] == "llama-3-70b@v6e:2x4"}
-    assert exposed["forward[64]"] <= 0.10
+    assert max(exposed["forward[64]"], exposed["forward[256]"]) <= 0.10
     assert exposed["forward[2048]"] <= 0.12
 
 
@@ -508,6 +509,7 @@ def test_sums_of_llama_70b_are_mostly_hidden() -> None:
         *deep(
             "llama-3-70b@v6e:2x4#forward[512]",
             "llama-3-70b@v6e:2x4#forward[2048]",
+            "llama-3-70b@v6e:2x4#forward[256]",
             "llama-3-8b@tpu7x:1x1x1#forward[512]",
         ),
     ],

@@ -144,6 +144,13 @@ METHODS: tuple[Method, ...] = (
         "UNIMPLEMENTED",
     ),
     _method(
+        "/jpaged.v1.ControlService/UpdateWeights",
+        control_pb2.UpdateWeightsRequest,
+        control_pb2.UpdateWeightsResponse,
+        4,
+        "UNIMPLEMENTED",
+    ),
+    _method(
         "/jpaged.v1.ControlService/ListAdapters",
         control_pb2.ListAdaptersRequest,
         control_pb2.ListAdaptersResponse,

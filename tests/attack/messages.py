@@ -330,6 +330,9 @@ _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
     control_pb2.LoadAdapterRequest: lambda rng, names: control_pb2.LoadAdapterRequest(
         name=rng.choice(names.pins), path="adapter"
     ),
+    control_pb2.UpdateWeightsRequest: lambda rng, names: control_pb2.UpdateWeightsRequest(
+        path=rng.choice(["/nowhere", ""]), mode=rng.choice(control_pb2.UpdateMode.keys())
+    ),
     control_pb2.UnloadAdapterRequest: lambda rng, names: control_pb2.UnloadAdapterRequest(name=rng.choice(names.pins)),
     control_pb2.ListAdaptersRequest: _empty(control_pb2.ListAdaptersRequest),
     health_pb2.HealthCheckRequest: lambda rng, names: health_pb2.HealthCheckRequest(

@@ -232,6 +232,9 @@ def test_stops_may_come_several_times():
         ),
         (["demo", "--num-prompts", "99"], "argument --num-prompts: invalid choice: 99"),
         (["fly"], "invalid choice: 'fly'"),
+        (["run-batch", "-i", "x"], "jpaged: error: run-batch: is a command of vLLM: use jpaged batch"),
+        (["collect-env"], "use jpaged doctor"),
+        (["chat"], "use jpaged generate"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )

@@ -207,3 +207,27 @@ async def test_the_threaded_client_speaks_of_adapters_too(files):
                 return names, output.outputs[0].token_ids, client.list_adapters()
 
         assert await asyncio.to_thread(speak) == (["a"], tokens_of(5), ())
+
+
+async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
+    async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
+        assert (await client.model_info()).weight_version == "0"
+        assert await client.update_weights(str(files / "a"), mode="wait", version=100) == "100"
+        assert (await client.model_info()).weight_version == "100"
+        (output,) = (await client.complete(PROMPT, GREEDY)).outputs
+        assert output.token_ids == tokens_of(5)
+        assert (output.weight_version, output.weight_versions) == ("100", (("100", 4),))
+        with pytest.raises(InvalidArgument, match=r"path: .*nothing"):
+            await client.update_weights(str(files / "nothing"))
+        unknown: Any = "stop"
+        with pytest.raises(InvalidArgument, match="mode: 'stop' is not one of keep, wait, abort"):
+            await client.update_weights(str(files / "a"), mode=unknown)
+
+        def update() -> str:
+            with Client(harness.target) as client:
+                return client.update_weights(str(files / "b"))
+
+        assert await asyncio.to_thread(update) == "2"
+    async with running() as harness, AsyncClient(harness.target) as client:
+        with pytest.raises(Unsupported, match=r"updating weights is off: .*--enable-sleep-mode"):
+            await client.update_weights(str(files / "a"))

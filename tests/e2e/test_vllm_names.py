@@ -746,3 +746,15 @@ def test_an_id_is_free_after_an_abort(open_model: Open) -> None:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert tokens(outputs[-1:]) == tokens(open_model().generate(["two"], GREEDY))
+
+
+def test_engines_take_the_arguments_of_vllms_constructors() -> None:
+    class Options(LLM):
+        def __init__(self, **options: object) -> None:
+            self.given = options
+
+    args = EngineArgs(max_num_seqs=4)
+    made = Options.from_engine_args(args, start_engine_loop=True, usage_context="api server", stat_loggers=None)
+    assert made.given == {"model": "demo", "max_num_seqs": 4}
+    with pytest.raises(Unsupported, match="stat_loggers"):
+        Options.from_engine_args(args, stat_loggers=[print])

@@ -3,16 +3,21 @@
 import asyncio
 import base64
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import ml_dtypes
 import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
 from jpaged.client import AsyncClient
 from jpaged.testing import ByteTokenizer, with_adapters
+from jpaged.types import Pooling
 from tests.server.harness import Harness, eventually, running
 
 
@@ -176,6 +181,10 @@ async def test_vectors_are_the_bytes_of_a_body_on_demand() -> None:
                 found = np.frombuffer(answer.content[item["start"] : item["end"]], dtype).reshape(item["shape"])
                 assert np.allclose(found, vector, rtol=1e-2)
             assert metadata["usage"]["prompt_tokens"] == 8 and metadata["model"] == "fake"
+        for name, dtype in (("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2)):
+            eight = await answered("/v1/embeddings", encoding_format="bytes_only", embed_dtype=name, normalize=True)
+            found = np.frombuffer(eight.content, dtype).astype(np.float32).reshape(2, -1)
+            assert np.allclose(np.sum(found * vectors, -1), np.linalg.norm(vectors, axis=-1), rtol=0.1)
         plain = await answered("/v1/embeddings", encoding_format="bytes_only")
         assert "metadata" not in plain.headers
         assert np.allclose(np.frombuffer(plain.content, "<f4"), np.concatenate(vectors))
@@ -230,3 +239,109 @@ async def test_a_caller_that_leaves_ends_all_its_requests() -> None:
         await eventually(lambda: harness.num_open_calls == 0)
         harness.faults.release()
         await eventually(lambda: harness.num_blocks_used == 0)
+
+
+@dataclass
+class FakePooler:
+    """Takes the first numbers of a hidden state, as many as there are labels, and doubles them for an activation."""
+
+    labels: tuple[str, ...] = ()
+    width: int | None = None
+    pooling: Pooling = "mean"
+    normalizes: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    can_shorten: bool = False
+
+    def apply(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values[: self.width]
+
+    def activate(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return 2 * logits
+
+
+class PairTokenizer(ByteTokenizer):
+    """Joins two texts with a zero, of which the second begins behind it."""
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int | None]:
+        token_ids = [*self.encode(first), 0, *self.encode(second)]
+        return token_ids[:limit], None
+
+
+async def test_a_classifier_returns_labels_and_probabilities() -> None:
+    pooler = FakePooler(("no", "yes"), 2)
+    async with (
+        running(http_port=0, pooler=pooler) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+        AsyncClient(harness.target) as ours,
+    ):
+        texts: list[str | list[int]] = ["one", [1, 2, 1, 1], [51, 52]]
+        logits = [vector[:2] for vector in await ours.embed(texts, pooling="mean")]
+        found = (await client.post("/classify", json={"model": "fake", "input": texts})).json()
+        assert [one["index"] for one in found["data"]] == [0, 1, 2]
+        for one, values in zip(found["data"], logits, strict=True):
+            assert one["probs"] == pytest.approx([2 * value for value in values])
+            assert (one["label"], one["num_classes"]) == (pooler.labels[int(np.argmax(values))], 2)
+        assert (found["model"], found["usage"]) == ("fake", {"prompt_tokens": 9, "total_tokens": 9})
+        plain = (await client.post("/classify", json={"input": "one", "use_activation": False})).json()
+        assert plain["data"][0]["probs"] == pytest.approx(list(logits[0]))
+        pooled = (await client.post("/pooling", json={"input": "one", "task": "classify"})).json()
+        assert pooled["data"][0]["data"] == pytest.approx([2 * value for value in logits[0]])
+        for path, body, status, words in (
+            ("/pooling", {"input": "a", "task": "token_classify"}, 400, "only 'classify'"),
+            ("/v1/embeddings", {"input": "a"}, 501, "classifies texts"),
+            ("/score", {"text_1": "a", "text_2": "b"}, 501, "has 2 labels"),
+        ):
+            refused = await client.post(path, json=body)
+            assert refused.status_code == status and words in refused.text
+
+
+async def test_a_cross_encoder_scores_pairs() -> None:
+    async with (
+        running(http_port=0, pooler=FakePooler(("score",), 1), tokenizer=PairTokenizer()) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+        AsyncClient(harness.target) as ours,
+    ):
+        wanted = [
+            vector[0] for vector in await ours.embed([list(b"a\0b"), list(b"a\0cd"), list(b"a\0c")], pooling="mean")
+        ]
+        told = (await client.post("/score", json={"text_1": "a", "text_2": ["b", "cd"]})).json()
+        assert [one["score"] for one in told["data"]] == pytest.approx([2 * value for value in wanted[:2]])
+        assert told["usage"]["prompt_tokens"] == 3 + 4
+        cut = (await client.post("/score", json={"text_1": "a", "text_2": "cd", "truncate_prompt_tokens": 3})).json()
+        assert cut["data"][0]["score"] == pytest.approx(2 * wanted[2])
+        ranks = (await client.post("/rerank", json={"query": "a", "documents": ["b", "cd"]})).json()
+        order = sorted(range(2), key=lambda i: -wanted[i])
+        assert [one["index"] for one in ranks["results"]] == order
+
+
+async def test_an_embedding_model_has_prompts_a_norm_and_fewer_dimensions() -> None:
+    pooler = FakePooler(
+        pooling="last", normalizes=True, prompts={"query": "q ", "document": "d "}, default_prompt="document",
+        can_shorten=True,
+    )  # fmt: skip
+    async with (
+        running(http_port=0, pooler=pooler) as harness,
+        httpx2.AsyncClient(base_url=harness.http_url) as client,
+        AsyncClient(harness.target) as ours,
+    ):
+
+        async def embedded(**body: Any) -> list[float]:
+            answer = await client.post("/v1/embeddings", json={"input": "x", **body})
+            assert answer.status_code == 200, answer.text
+            return list(answer.json()["data"][0]["embedding"])
+
+        given = [list(text) for text in (b"d x", b"q x")]
+        as_document, as_query = map(np.array, await ours.embed(given, pooling="last"))
+        assert await embedded() == pytest.approx(as_document / np.linalg.norm(as_document))
+        assert await embedded(prompt_name="query", normalize=False) == pytest.approx(as_query)
+        assert await embedded(pooling="last") == pytest.approx(as_document)
+        short = await embedded(dimensions=2)
+        assert short == pytest.approx(as_document[:2] / np.linalg.norm(as_document[:2]))
+        for wrong, words in (
+            ({"dimensions": 4}, "3 or fewer dimensions"),
+            ({"prompt_name": "title"}, "query, document"),
+            ({"pooling": "last", "prompt_name": "title"}, "title"),
+        ):
+            refused = await client.post("/v1/embeddings", json={"input": "x", **wrong})
+            assert refused.status_code == 400 and words in refused.text

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from jpaged.testing import FakeExecutor
+from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
 
+UPDATES: dict[str, dict[str, Any]] = {
+    "/update_weights": {"path": "/nowhere"},
+    "/update_weights_from_disk": {"model_path": "/nowhere"},
+}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 6, "temperature": 0.0}
 
 
@@ -90,6 +95,59 @@ async def test_without_the_option_and_for_pages_of_other_sites_there_are_none() 
         for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/pause"), ("GET", "/is_sleeping")):
             refused = await client.request(method, path)
             assert refused.status_code == 501 and "--enable-sleep-mode" in refused.json()["error"]["message"]
+        for path, body in UPDATES.items():
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 501 and "--enable-sleep-mode" in refused.json()["error"]["message"]
         assert "engine_sleep_state" not in (await client.get("/metrics")).text
         refused = await client.post("/sleep", headers={"origin": "https://example.org"})
         assert refused.status_code == 403
+
+
+async def test_weights_are_replaced_and_answers_name_their_version(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("7")
+    path, prompt = str(tmp_path / "weights"), [3, 4, 5]
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
+    harnesses = running(http_port=0, enable_sleep_mode=True)
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def check(version: str, weight: int) -> None:
+            assert (await client.get("/weight_version")).json() == {"weight_version": version}
+            (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+            assert choice["token_ids"] == expected_tokens(prompt, 6, weight=weight)
+            assert choice["weight_versions"] == [{"version": version, "num_tokens": 6}]
+            streamed = (await client.post("/v1/completions", json={**body, "stream": True})).text
+            assert streamed.count("weight_versions") == 1 and f'"version":"{version}"' in streamed
+            chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            (choice,) = (await client.post("/v1/chat/completions", json=chat)).json()["choices"]
+            assert choice["weight_versions"] == [{"version": version, "num_tokens": 2}]
+
+        await check("0", 0)
+        answer = await client.post("/update_weights", json={"path": path, "mode": "wait", "version": "step 1"})
+        assert (answer.status_code, answer.json()["weight_version"]) == (200, "step 1")
+        await check("step 1", 7)
+        (tmp_path / "weights").write_text("9")
+        given = {"model_path": path, "abort_all_requests": True, "flush_cache": True}
+        assert (await client.post("/update_weights_from_disk", json=given)).json()["success"] is True
+        await check("2", 9)
+        metrics = (await client.get("/metrics")).text
+        assert 'jpaged:weight_updates_total{model_name="fake"} 2.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/update_weights", {}, "path"),
+        ("/update_weights", {"path": "/nowhere"}, "path"),
+        ("/update_weights", {"path": "/nowhere", "mode": "stop"}, "mode"),
+        ("/update_weights", {"path": "/nowhere", "version": [1]}, "version"),
+        ("/update_weights_from_disk", {"path": "/nowhere"}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere", "load_format": "dummy"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere", "flush_cache": False}, "flush_cache"),
+    ],
+)
+async def test_updates_that_cannot_be_are_refused(path: str, body: dict[str, Any], field: str) -> None:
+    harnesses = running(http_port=0, enable_sleep_mode=True)
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        refused = await client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert (await client.get("/weight_version")).json() == {"weight_version": "0"}

@@ -345,6 +345,7 @@ RICH: dict[str, Any] = {
         {"type": "custom_tool_call", "call_id": "b", "name": "c", "input": "x"},
         {"type": "custom_tool_call_output", "call_id": "b", "output": "y"},
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "agent_message", "author": "/lead", "recipient": "/lead/a", "content": "Go on."},
         {"type": "item_reference", "id": "msg_a_0"},
     ],
     "tools": [
@@ -362,6 +363,23 @@ RICH: dict[str, Any] = {
     "metadata": {"a": "b"},
 }
 """A body with every kind of item and tool."""
+
+
+def test_messages_between_agents_are_messages_of_the_user() -> None:
+    passthrough = {"internal_chat_message_metadata_passthrough": {"turn_id": "t1"}}
+    item = {"type": "agent_message", "id": "amsg_1", "author": "/lead", "recipient": "/lead/tests", **passthrough}
+    given = LenientBody({"input": [{**item, "content": [{"type": "input_text", "text": "Run them."}]}]})
+    parsed = parse_responses_request(given)
+    text = "Message from /lead to /lead/tests:\nRun them."
+    assert parsed.job.prompts[0].messages == ({"role": "user", "content": text},)
+    assert [*given.ignored] == ["input.internal_chat_message_metadata_passthrough"]
+    for wrong, field in (
+        ({**item, "content": [{"type": "encrypted_content", "encrypted_content": "x"}]}, "input[0].content[0]"),
+        ({**item, "author": None, "content": "a"}, "input[0].author"),
+    ):
+        with pytest.raises(InvalidArgument) as error:
+            parse_responses_request(LenientBody({"input": [wrong]}))
+        assert error.value.field == field
 
 
 @pytest.mark.parametrize("kind", [dict, LenientBody])
@@ -405,8 +423,9 @@ async def test_a_stored_response_is_read_continued_listed_and_deleted() -> None:
         assert page.has_next_page()
         items = [item async for item in page]
         assert [item.to_dict()["content"][0]["text"] for item in items] == ["one", first.output_text, "two"]  # type: ignore[index]
-        newest = [item async for item in client.responses.input_items.list(second.id)]
-        assert [item.id for item in newest] == [item.id for item in reversed(items)]
+        for limit in (1, 100):
+            newest = [item async for item in client.responses.input_items.list(second.id, limit=limit)]
+            assert [item.id for item in newest] == [item.id for item in reversed(items)]
         await client.responses.delete(first.id)
         for call in (client.responses.retrieve(first.id), client.responses.delete(first.id)):
             with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.device.expert_balance import ExpertPlacer
+from jpaged.device.expert_balance import ExpertPlacer, expert_ratios
 from jpaged.models.sharding import (
     balance_experts,
     build_expert_map,
@@ -169,6 +169,11 @@ def test_nodes_that_do_not_divide_the_groups_share_all_experts() -> None:
     of_one = balance_experts(load, 18, 6)
     np.testing.assert_array_equal(balance_experts(load, 18, 6, num_groups=4, num_nodes=3), of_one)
     assert not np.array_equal(balance_experts(load, 18, 6, num_groups=3, num_nodes=3), of_one)
+
+
+def test_the_load_of_an_expert_is_relative_to_its_layer() -> None:
+    found = expert_ratios(np.array([[6.0, 1, 1, 0], [0, 0, 0, 0], [2, 2, 2, 2]]))
+    assert found.tolist() == [[3, 0.5, 0.5, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,35 @@ def tiny_cases() -> list[TinyCase]:
         ),
         _opt("opt_no_affine", (4, 16), 24, layer_norm_elementwise_affine=False, word_embed_proj_dim=48),
         _opt("opt_no_final_norm", (4, 16), 20, _remove_final_layer_norm=True, prefix="</s>"),
+        *_gemmas(),
         *_decoders(),
         *_variants(),
         *_recurrent(),
+    ]
+
+
+def _gemmas() -> list[TinyCase]:
+    """Gemma from its second generation, whose windows hide a part of every prompt."""
+    windowed = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "rms_norm_eps": 1e-6}
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    whole_keys: dict[str, object] = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    whole_keys |= {"hidden_size_per_layer_input": 0, "num_hidden_layers": 6}
+    whole_keys["layer_types"] = ["sliding_attention", *["full_attention"] * 2] * 2
+    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
+    return [
+        _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
+        _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
+        _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
+        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
+        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
+        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
+        _gemma3n("gemma3n_text", 9),
+        _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
     ]
 
 
@@ -97,13 +123,6 @@ def _decoders() -> list[TinyCase]:
     """The other families, with each switch of theirs turned once; windows hide a part of every prompt."""
     long, short = [1.0 + 0.5 * i for i in range(8)], [1.0 + 0.01 * i for i in range(8)]
     longrope: dict[str, object] = {"type": "longrope", "long_factor": long, "short_factor": short}
-    windowed = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "rms_norm_eps": 1e-6}
-    nested = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    old_names = {"rope_local_base_freq": 2e4, "rope_theta": 5e5, "sliding_window_pattern": 6}
     switched = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     whole = {"rope_scaling": longrope, "pad_token_id": 0, "original_max_position_embeddings": 32}
     growing = {**whole, "original_max_position_embeddings": 40}
@@ -125,11 +144,6 @@ def _decoders() -> list[TinyCase]:
     return [
         _case("mistral_window", "Mistral", (4, 2, 32), 40, head_dim=32, sliding_window=8),
         _case("qwen2_window", "Qwen2", (4, 2, 16), 40, **switched),
-        _gemma("gemma2", 2, (4, 2), 40, 4, **windowed, attn_logit_softcapping=2.0, rope_theta=1e4),
-        _gemma("gemma2_uncapped", 2, (4, 1), 24, 3, **windowed, **uncapped),
-        _gemma("gemma3", 3, (4, 2), 40, 8, **windowed, layer_types=_types(8, 3), rope_parameters=nested),
-        *_sharing(),
-        _gemma("gemma3_old_style", 3, (4, 2), 40, 7, **windowed, **old_names),
         _case("phi3", "Phi3", (4, 2, 16), 40, pad_token_id=0, sliding_window=11, original_max_position_embeddings=256),
         _case("phi3_long", "Phi3", (4, 2, 16), 40, **whole),
         _case("phi3_short", "Phi3", (4, 4, 32), 40, **halves),
@@ -150,23 +164,6 @@ def _decoders() -> list[TinyCase]:
         _deepseek("deepseek_v2", 2, topk_method="group_limited_greedy", routed_scaling_factor=1.5),
         _deepseek("deepseek_v3", 3, q_lora_rank=36, rope_scaling={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.6}),
         _case("phi3_grows", "Phi3", (4, 2, 16), 30, **growing),
-    ]
-
-
-def _sharing() -> list[TinyCase]:
-    """Layers that attend to the keys of others, and heads of two sizes."""
-    whole_keys: dict[str, object] = {
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 2,
-        "hidden_size_per_layer_input": 0,
-    }
-    whole_keys |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", *["full_attention"] * 2] * 2}
-    beside = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
-    return [
-        _gemma4("gemma4_text", (4, 1), 16, num_kv_shared_layers=4, use_double_wide_mlp=True),
-        _gemma4("gemma4_keys", (8, 4), 24, **whole_keys),
-        _gemma4("gemma4_moe", (8, 4), 24, **whole_keys, **beside),
-        _gemma3n("gemma3n_text", 9),
     ]
 
 

@@ -11,15 +11,15 @@ ADAPTER_FAULTS = (
     Fault(
         "adapters share cached prefixes",
         "sequence.py",
-        'whose = request.cache_tenant, b"" if adapter is None else adapter.digest',
-        'whose = request.cache_tenant, b""',
+        "request.cache_tenant, request.adapter_digest, weights)",
+        'request.cache_tenant, b"", weights)',
         ADAPTERS,
     ),
     Fault(
         "the replica router matches prefixes of other adapters",
         "data_parallel.py",
-        "request.cache_tenant, request.adapter_digest)",
-        'request.cache_tenant, b"")',
+        "request.cache_tenant, request.adapter_digest, weights)",
+        'request.cache_tenant, b"", weights)',
         ADAPTERS,
     ),
     Fault(

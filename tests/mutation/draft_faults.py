@@ -73,6 +73,13 @@ DRAFT_FAULTS = (
         DRAFTING,
     ),
     Fault(
+        "an MTP layer is shown tokens again, as a draft model",
+        "speculative/draft_model.py",
+        "options.has_head",
+        "options.method == 'eagle3'",
+        ROUNDS,
+    ),
+    Fault(
         "the draft model counts swapped-in blocks as computed",
         "speculative/draft_model.py",
         "        elif moves.move is Move.SWAP_IN:\n            self._are_seen[moves.destinations] = False\n",

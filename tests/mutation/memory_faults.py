@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.planting import Fault
 
 LIVES = ("test_lives.py",)
+WEIGHTS = ("test_weight_updates.py",)
 WINDOWS = ("kv_cache/test_windows.py", "test_lives.py")
 STREAMING = ("kv_cache/test_streaming.py",)
 ROOM = ("scheduler/test_scheduler.py", "kv_cache/test_paged.py")
@@ -26,6 +27,34 @@ MEMORY_FAULTS = (
         'b"jpaged/prefix/1\\0" + salt.encode()',
         'b"jpaged/prefix/1\\0"',
         ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "the version of the weights is missing from the block hash",
+        "sequence.py",
+        "request.adapter_digest, weights)",
+        "request.adapter_digest)",
+        WEIGHTS,
+    ),
+    Fault(
+        "kept requests continue the block hashes of the former weights",
+        "sequence.py",
+        "        self.kv.set_root(root)\n",
+        "",
+        WEIGHTS,
+    ),
+    Fault(
+        "blocks that are swapped out outlive their weights",
+        "core.py",
+        "        self._drop_blocks(keeps_swapped=False)\n        try:",
+        "        self._drop_blocks(keeps_swapped=True)\n        try:",
+        WEIGHTS,
+    ),
+    Fault(
+        "a mixture of weights runs after an update that failed",
+        "core.py",
+        "            self._mark_discarded()\n            how",
+        "            how",
+        WEIGHTS,
     ),
     Fault(
         "the first release of a shared block frees it",

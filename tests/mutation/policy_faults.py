@@ -113,15 +113,15 @@ POLICY_FAULTS = (
     Fault(
         "block hashes of several samples ignore the cache salt",
         "sequence.py",
-        "root_block_hash(sampling.cache_salt, *whose) if",
-        'root_block_hash(sampling.cache_salt if num_sequences == 1 else "", *whose) if',
+        "root = self._root(weights) if",
+        'root = (self._root(weights) if num_sequences == 1 else root_block_hash("", request.cache_tenant)) if',
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
         "block hashes of beams ignore the cache salt",
         "sequence.py",
-        "root_block_hash(sampling.cache_salt, *whose) if",
-        'root_block_hash("" if sampling.beam_width else sampling.cache_salt, *whose) if',
+        "root = self._root(weights) if",
+        'root = (root_block_hash("", request.cache_tenant) if sampling.beam_width else self._root(weights)) if',
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(

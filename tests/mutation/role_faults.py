@@ -96,8 +96,8 @@ ROLE_FAULTS = (
     Fault(
         "tenants share loaded prefixes",
         "service/kv_transfer.py",
-        "root_block_hash(prefix.cache_salt, tenant, digest)",
-        'root_block_hash(prefix.cache_salt, "", digest)',
+        "root_block_hash(prefix.cache_salt, tenant, digest, transfer.weights)",
+        'root_block_hash(prefix.cache_salt, "", digest, transfer.weights)',
         PREFIXES,
     ),
     Fault(

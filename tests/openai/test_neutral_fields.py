@@ -11,6 +11,7 @@ from docs.site.vllm_fields import OWN
 from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
 from jpaged.openai.embeddings import (
+    ClassifyJob,
     PoolingJob,
     classify_job,
     embed_job,
@@ -165,7 +166,7 @@ def plain(value: Any) -> Any:
     """Return what was read, with one form of values that are the same and without notes of the caller."""
     if isinstance(value, ResponsesRequest | MessagesRequest):
         return plain(value.job)
-    if isinstance(value, PoolingJob):
+    if isinstance(value, PoolingJob | ClassifyJob):
         return replace(value, request_id="")
     if not isinstance(value, Job):
         return value

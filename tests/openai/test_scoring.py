@@ -309,6 +309,8 @@ async def test_embeddings_are_numbers_or_base64_of_float32():
         ("float16", "native", np.array([1.5, -np.inf], "<f2").tobytes()),
         ("bfloat16", "little", bytes((0xC0, 0x3F, 0x89, 0xC7))),
         ("bfloat16", "big", bytes((0x3F, 0xC0, 0xC7, 0x89))),
+        ("fp8_e4m3", "big", bytes((0x3C, 0xFE))),
+        ("fp8_e5m2", "little", bytes((0x3E, 0xFC))),
     ],
 )
 def test_base64_has_the_type_and_byte_order_of_the_request(dtype, order, expected):
@@ -316,8 +318,8 @@ def test_base64_has_the_type_and_byte_order_of_the_request(dtype, order, expecte
     for job in (embed_job(fields), pooling_job(fields)):
         assert base64.b64decode(str(job.encoded([1.5, -70000.0]))) == expected
     assert embed_job({**fields, "encoding_format": "float"}).encoded([1.5]) == [1.5]
-    with pytest.raises(InvalidArgument, match="embed_dtype: 'fp8_e4m3' is not one of float32, float16, bfloat16"):
-        embed_job({**fields, "embed_dtype": "fp8_e4m3"})
+    with pytest.raises(InvalidArgument, match="embed_dtype: 'fp8' is not one of float32, float16, bfloat16, fp8_e4m3"):
+        embed_job({**fields, "embed_dtype": "fp8"})
     with pytest.raises(InvalidArgument, match="endianness: 'middle' is not one of native, little, big"):
         pooling_job({**fields, "endianness": "middle"})
 

@@ -21,7 +21,7 @@ from jpaged.server.lifecycle import Server
 from jpaged.service.chat.formats import AnswerFormat
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
+from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel, Pooler
 from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
 from jpaged.types import ModelInfo
 
@@ -103,6 +103,7 @@ def make_serving(
     tokenizer: ByteTokenizer | None = None,
     answer_format: AnswerFormat | None = None,
     others: Sequence[FakeExecutor] = (),
+    pooler: Pooler | None = None,
 ) -> LoadedModel:
     """An engine with all that the server needs beside it; of several executors, as many replicas."""
     adapters = Adapters(read_fake, config.lora.max_cpu_loras) if executor.max_loras else Adapters()
@@ -126,6 +127,7 @@ def make_serving(
         adapters,
         checkpoint=CHECKPOINT,
         hidden_size=3,
+        pooler=pooler,
     )
 
 
@@ -136,6 +138,7 @@ async def running(
     tokenizer: ByteTokenizer | None = None,
     answer_format: AnswerFormat | None = None,
     others: Sequence[FakeExecutor] = (),
+    pooler: Pooler | None = None,
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's.
@@ -146,7 +149,7 @@ async def running(
     config = EngineConfig.load({"port": 0, "enable_http": "http_port" in options, **options})
 
     def load(progress: Progress) -> LoadedModel:
-        return make_serving(executor, config, tokenizer, answer_format, others)
+        return make_serving(executor, config, tokenizer, answer_format, others, pooler)
 
     loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
     prefills = Prefills(config.roles) if config.roles.role == "decode" else None

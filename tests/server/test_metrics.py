@@ -75,6 +75,7 @@ NAMES = {
     "jpaged:device_idle_seconds_total",
     "jpaged:seconds_since_progress",
     *("jpaged:expert_balancedness_ratio", "jpaged:expert_rearrangements_total", "jpaged:experts_moved_total"),
+    "jpaged:expert_peak_ratio",
     "jpaged:kv_events_dropped_total",
     "jpaged:kv_events_total",
     "jpaged:stalls_total",

@@ -206,6 +206,32 @@ def test_text_ids_and_messages_all_become_ids(input_processor):
     assert bytes(request.prompt_token_ids) == b"user: hi\nassistant: "
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", "yz"), ("right", "xx")])
+def test_a_prompt_is_truncated_however_long_its_text_is(input_processor, side, kept):
+    text = "x" * (MIN_MAX_TOKENIZE_BYTES - 2) + "yz"
+    for given in ({"text": text}, {"token_ids": list(text.encode())}):
+        request = input_processor.make_request(
+            request_id="a",
+            sampling=SamplingParams(truncate_prompt_tokens=2),
+            prompt=Prompt(**given, truncation_side=side),
+        )
+        assert bytes(request.prompt_token_ids).decode() == kept
+    with pytest.raises(RequestTooLong, match=f"over the limit of {MIN_MAX_TOKENIZE_BYTES}"):
+        input_processor.make_request(
+            request_id="a", sampling=SamplingParams(truncate_prompt_tokens=2), prompt=Prompt(text=text + "x")
+        )
+
+
+def test_a_prompt_that_is_truncated_to_the_model_leaves_room_for_its_output(input_processor):
+    geometry = FakeExecutor().geometry
+    request = input_processor.make_request(
+        request_id="a",
+        sampling=SamplingParams(truncate_prompt_tokens=-1, max_tokens=3),
+        prompt=Prompt(text="x" * 2 * geometry.max_model_len),
+    )
+    assert len(request.prompt_token_ids) == geometry.max_model_len - 3
+
+
 def test_a_model_without_a_tokenizer_takes_ids_alone():
     input_processor = InputProcessor(NoTokenizer(257), FakeExecutor().geometry)
     input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=Prompt(token_ids=[1]))

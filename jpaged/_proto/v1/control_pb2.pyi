@@ -19,12 +19,23 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_FAILED: _ClassVar[ServerState]
     SERVER_STATE_STALLED: _ClassVar[ServerState]
+
+class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
+    UPDATE_MODE_KEEP: _ClassVar[UpdateMode]
+    UPDATE_MODE_WAIT: _ClassVar[UpdateMode]
+    UPDATE_MODE_ABORT: _ClassVar[UpdateMode]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_STARTING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_FAILED: ServerState
 SERVER_STATE_STALLED: ServerState
+UPDATE_MODE_UNSPECIFIED: UpdateMode
+UPDATE_MODE_KEEP: UpdateMode
+UPDATE_MODE_WAIT: UpdateMode
+UPDATE_MODE_ABORT: UpdateMode
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -91,7 +102,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "dtype", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "eos_token_ids", "has_chat_template", "max_loras", "max_lora_rank", "tool_call_parser", "reasoning_parser", "max_logprobs", "lossy_kv_window", "lossy_kv_sinks", "default_sampling", "aliases", "state_bytes_per_sequence")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "dtype", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "eos_token_ids", "has_chat_template", "max_loras", "max_lora_rank", "tool_call_parser", "reasoning_parser", "max_logprobs", "lossy_kv_window", "lossy_kv_sinks", "default_sampling", "aliases", "state_bytes_per_sequence", "weight_version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +124,7 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -134,7 +146,8 @@ class GetModelInfoResponse(_message.Message):
     default_sampling: _inference_pb2.SamplingParams
     aliases: _containers.RepeatedScalarFieldContainer[str]
     state_bytes_per_sequence: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_query_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., lossy_kv_window: _Optional[int] = ..., lossy_kv_sinks: _Optional[int] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., aliases: _Optional[_Iterable[str]] = ..., state_bytes_per_sequence: _Optional[int] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_query_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., lossy_kv_window: _Optional[int] = ..., lossy_kv_sinks: _Optional[int] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., aliases: _Optional[_Iterable[str]] = ..., state_bytes_per_sequence: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
@@ -293,6 +306,22 @@ class UnloadAdapterRequest(_message.Message):
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("path", "mode", "version")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    mode: UpdateMode
+    version: str
+    def __init__(self, path: _Optional[str] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("weight_version",)
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    def __init__(self, weight_version: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
     __slots__ = ()

@@ -75,6 +75,11 @@ class ControlServiceStub:
                 request_serializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/jpaged.v1.ControlService/UpdateWeights',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/jpaged.v1.ControlService/ListAdapters',
                 request_serializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
@@ -153,6 +158,17 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Replaces the model's weights by those of a folder on the server's disk, between two steps. Names, shapes and types
+        are checked first: INVALID_ARGUMENT with the path, and nothing is changed. If a later check fails, no request runs
+        until an update succeeds. UNIMPLEMENTED without --enable-sleep-mode, or if the weights cannot be replaced.
+        UNAVAILABLE while another update runs. PERMISSION_DENIED with --disable-control. The weights are replaced even if
+        the client disconnects before the response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
         """Lists the adapters that requests can use. UNAVAILABLE until the model is loaded.
         """
@@ -202,6 +218,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
@@ -426,6 +447,33 @@ class ControlService:
             '/jpaged.v1.ControlService/UnloadAdapter',
             jpaged_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
             jpaged_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/UpdateWeights',
+            jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

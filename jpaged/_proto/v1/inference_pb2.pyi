@@ -427,16 +427,26 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "matched_stop_string", "matched_stop_token_id", "cumulative_logprob")
+    __slots__ = ("reason", "matched_stop_string", "matched_stop_token_id", "cumulative_logprob", "weight_versions")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     matched_stop_string: str
     matched_stop_token_id: int
     cumulative_logprob: float
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_string: _Optional[str] = ..., matched_stop_token_id: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
+    weight_versions: _containers.RepeatedCompositeFieldContainer[WeightVersionRun]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_string: _Optional[str] = ..., matched_stop_token_id: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ..., weight_versions: _Optional[_Iterable[_Union[WeightVersionRun, _Mapping]]] = ...) -> None: ...
+
+class WeightVersionRun(_message.Message):
+    __slots__ = ("version", "num_tokens")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    num_tokens: int
+    def __init__(self, version: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("text", "token_ids", "continuations", "model", "adapter", "cache_salt", "priority")

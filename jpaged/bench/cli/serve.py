@@ -102,9 +102,8 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--base-url",
-        default="http://127.0.0.1:8000",
         metavar="URL",
-        help="URL of an OpenAI-compatible server (default: port 8000)",
+        help="URL of an OpenAI-compatible server (default: http://127.0.0.1:8000)",
     )
     group.add_argument(
         "--endpoint", metavar="PATH", help="path of the API (default: /v1/completions or /v1/chat/completions)"

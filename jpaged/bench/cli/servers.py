@@ -61,6 +61,7 @@ class ReadyServer:
     no_limits: str
 
 
+_BASE_URL = "http://127.0.0.1:8000"
 _NO_TLS = {"tls": False, "tls_ca": None, "tls_cert": None, "tls_key": None}
 
 
@@ -76,7 +77,7 @@ def connect(arguments: argparse.Namespace, console: Console) -> Iterator[ReadySe
         _refuse(arguments, "--backend jpaged", target=None, server_flags=[], **_NO_TLS)
         yield _openai(arguments, console)
         return
-    _refuse(arguments, "an OpenAI backend", endpoint=None, header=[], extra_body={})
+    _refuse(arguments, "an OpenAI backend", base_url=None, endpoint=None, header=[], extra_body={})
     if arguments.target is not None:
         _refuse(arguments, "a server started by this benchmark", server_flags=[])
         require_target("--target", arguments.target)
@@ -201,7 +202,7 @@ def _limits_of_server(
 
 
 def _openai(arguments: argparse.Namespace, console: Console) -> ReadyServer:
-    base_url = arguments.base_url.rstrip("/")
+    base_url = (arguments.base_url or _BASE_URL).rstrip("/")
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidArgument("--base-url", f"{arguments.base_url!r} is not http://HOST:PORT")

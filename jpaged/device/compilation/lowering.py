@@ -15,10 +15,12 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import CacheOptions, EngineConfig, LoraOptions, platform_default
@@ -49,7 +51,14 @@ from jpaged.device.mesh import (
     replicated,
     scales_spec,
 )
-from jpaged.device.model_runner import EDIT_WORDS, MOST_BYTES, NUM_COUNT_WORDS, ROW_WORDS, DecodePacking
+from jpaged.device.model_runner import (
+    EDIT_WORDS,
+    MOST_BYTES,
+    NUM_COUNT_WORDS,
+    NUM_TOKEN_COLUMNS,
+    ROW_WORDS,
+    DecodePacking,
+)
 from jpaged.device.sharded_matmul import exchange_experts, overlaps_sums
 from jpaged.device.speculative.drafter import (
     DRAFT,
@@ -60,23 +69,26 @@ from jpaged.device.speculative.drafter import (
     with_draft,
 )
 from jpaged.device.speculative.step import lower_speculation
-from jpaged.device.step import Step, forward_packing, packed_decode
+from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import cascade_costs
 from jpaged.device.step_sizes import DeviceAttention, StepSizes
 from jpaged.device.transfers import MAX_ON_THE_WAY, content_bytes, lower_move, move_sizes, num_host_blocks
-from jpaged.engine.executor import BucketTable, Geometry, Progress
+from jpaged.engine.executor import MAX_NUM_STEPS, BucketTable, Geometry, Progress, StepDirective
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.engine.executor.io import NUM_SINGLES, num_mask_words
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.recurrence import StatefulPool, read_expert_load
-from jpaged.kernels.sampling import FedSamplingKernel, SamplingKernel, choose_kernel
+from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SamplingKernel, choose_kernel
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import KVGroups, LayerKind, count_state_bytes, get_stacks, group_kinds, share_one_layer
 from jpaged.models.layers import Params
 from jpaged.models.model import MatricesOf, Model, dense_formats
 from jpaged.models.sharding import with_redundant_experts
 from jpaged.models.stack import LayerMode
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int, Shaped
 
 _HALVES_FROM = 256
 """Tokens of a step from which there are also programs of 1.5 times a power of two. CPUs do not compute padding."""
@@ -664,3 +676,93 @@ def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
         if (spec.size, spec.detail, spec.stages) > (best.size, best.detail, best.stages):
             largest[spec.kind, spec.tell] = spec
     return [spec for spec in specs if largest.get((spec.kind, spec.tell)) == spec]
+
+
+_State = tuple[jax.Array, Any, jax.Array, jax.Array, jax.Array, jax.Array]
+"""Number of steps run, the pool, the last tokens, ended rows, the outputs, and the newest step's verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A dispatch on the device; `step` has the fields of `StepInputs` by name."""
+
+    step: Mapping[str, jax.Array]
+    num_steps: Int[Array, ""]
+    feed: Int[Array, ""]
+    ending_token_ids_rx: Int[Array, "R X"]
+    how: RowSampling
+    block_size: int
+
+    @classmethod
+    def of(cls, words: Int[Array, "W"], packing: DecodePacking, block_size: int) -> _Decode:
+        """Unpack the buffer of a call."""
+        step, (num_steps, feed), ending_rx, rows = packing.unpack(words)
+        return cls(step, num_steps, feed, ending_rx, RowSampling(**rows), block_size)
+
+    @property
+    def is_used_r(self) -> Bool[Array, "R"]:
+        """Rows in use, each of which has one token."""
+        return jnp.arange(len(self.ending_token_ids_rx)) < self.step["num_rows"]
+
+    def ends(self, ids_r: Int[Array, "R"]) -> Bool[Array, "R"]:
+        """Return True for each row whose token ends it."""
+        return jnp.any(ids_r[:, None] == self.ending_token_ids_rx, axis=1)
+
+    def step_at(self, index: Int[Array, ""]) -> dict[str, jax.Array]:
+        """Return the fields of one of the steps."""
+        step, is_used_r = self.step, self.is_used_r
+        kv_lens_s, tables_gsm = step["kv_lens_s"], step["block_tables_gsm"]
+        is_used_s = jnp.arange(len(kv_lens_s)) < step["num_rows"]
+        positions_r = step["positions_t"] + jnp.where(is_used_r, index, 0)
+        rows_r = jnp.minimum(jnp.arange(len(positions_r)), len(kv_lens_s) - 1)
+        blocks_gr = tables_gsm[:, rows_r, positions_r // self.block_size]
+        slots_gr = blocks_gr * self.block_size + positions_r % self.block_size
+        if "state_slots_s" in step:  # the first step has copied states that were shared
+            step = {**step, "state_sources_s": jnp.where(index > 0, step["state_slots_s"], step["state_sources_s"])}
+        return {
+            **step,
+            "positions_t": positions_r,
+            "rope_lens_t": jnp.maximum(step["rope_lens_t"], positions_r + 1),
+            "slots_gt": jnp.where(is_used_r, slots_gr, 0),
+            "kv_lens_s": kv_lens_s + jnp.where(is_used_s, index, 0),
+        }
+
+
+def packed_decode(
+    step: Step,
+    params: Params,
+    pool: Shaped[Array, "P B ..."] | StatefulPool,
+    last_tokens_s: Int[Array, "S"],
+    words: Int[Array, "W"],
+    *,
+    packing: DecodePacking,
+) -> tuple[Shaped[Array, "P B ..."] | StatefulPool, Int[Array, "S"], Int[Array, "N R C"]]:
+    """Run the steps on packed inputs until every row has ended.
+
+    Returns:
+        the pool, the tokens that the rows sampled last, and for each step the columns that `unpack_outputs` parses. A
+        row that ended keeps its token; its later outputs are marked finite and must be ignored.
+    """
+    inputs = _Decode.of(words, packing, step.layout.block_size)
+    first = inputs.step
+    ids_r = jnp.where(first["is_prev_sampled_t"], last_tokens_s[first["prev_sampled_rows_t"]], first["token_ids_t"])
+    has_ended_r = ~inputs.is_used_r | (first["is_prev_sampled_t"] & inputs.ends(ids_r))
+    outputs_nrc = jnp.ones((MAX_NUM_STEPS, packing.num_rows, NUM_TOKEN_COLUMNS), jnp.int32)
+
+    def goes_on(state: _State) -> jax.Array:
+        index, _, _, has_ended_r, _, verdict = state
+        return (index < inputs.num_steps) & ~jnp.all(has_ended_r) & (verdict == StepDirective.CONTINUE)
+
+    def run(state: _State) -> _State:
+        index, pool, ids_r, has_ended_r, outputs_nrc, _ = state
+        hidden_re, pool = step.run(params, pool, ids_r, inputs.step_at(index))
+        how = dataclasses.replace(inputs.how, positions_r=inputs.how.positions_r + index)
+        sampled, verdict = step.sample_fed(params, hidden_re, how, inputs.feed, index)
+        ids_r = jnp.where(has_ended_r | (verdict == StepDirective.VOID), ids_r, sampled.token_ids_r)
+        columns_rc = jnp.stack([ids_r, (sampled.is_sound_r | has_ended_r).astype(jnp.int32)], axis=1)
+        outputs_nrc = lax.dynamic_update_index_in_dim(outputs_nrc, columns_rc, index, 0)
+        return index + 1, pool, ids_r, has_ended_r | inputs.ends(ids_r), outputs_nrc, verdict
+
+    state: _State = jnp.int32(0), pool, ids_r, has_ended_r, outputs_nrc, jnp.int32(StepDirective.CONTINUE)
+    _, pool, ids_r, _, outputs_nrc, _ = lax.while_loop(goes_on, run, state)
+    return pool, jnp.pad(ids_r, (0, step.max_sample_rows - packing.num_rows)), outputs_nrc

@@ -1,4 +1,4 @@
-"""Proposals of an EAGLE-3 head: it runs each token together with the model's hidden state of the previous position.
+"""Proposals of a head: it runs each token together with the model's hidden state of the previous position.
 
     position in its pool   p - 1     p     p + 1   p + 2
     token                  x_p       a     b       c         x_p is a row's last token; a, b and c are proposed after it
@@ -85,7 +85,8 @@ class HeadProposer:
         hidden_re, keys, states_ne = self._catch_up(kept)
 
         def follow(offset: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            proposals_rk, keys, states_re = carry
+            proposals_rk, keys, hidden_re = carry
+            states_re = dispatch.draft.step.model.own_states(dispatch.draft_params, hidden_re)
             positions_r1, is_written_r1 = dispatch.positions(reached, offset[None] - 1)
             ids_r1 = lax.dynamic_slice_in_dim(proposals_rk, offset - 1, 1, axis=1)
             hidden_re, keys = self._run(keys, ids_r1, states_re, positions_r1, is_written_r1)

@@ -63,6 +63,7 @@ from jpaged.engine.executor.verbs import (
     Sleeper,
     SleepTag,
     StepDirective,
+    WeightUpdate,
 )
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "StepDirective",
     "StepInputs",
     "StepOutputs",
+    "WeightUpdate",
     "num_pairs",
     "random_columns",
     "row_lists",

@@ -361,12 +361,14 @@ class ExpertStats:
         num_rearrangements: reads after which experts moved.
         num_moved: physical experts that got other contents, in all layers.
         balancedness: mean load of a device by that of the busiest, when the load was read last.
+        peak_ratio: load of the busiest expert divided by the mean load, averaged over layers.
     """
 
     num_reads: int = 0
     num_rearrangements: int = 0
     num_moved: int = 0
     balancedness: float = 0.0
+    peak_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,22 @@ SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
 """Device memory that can be released, in the order in which it is restored."""
 
 
+class WeightUpdate(Protocol):
+    """Checked weights that are not in use yet.
+
+    Attributes:
+        is_complete: all weights of the model are in it.
+    """
+
+    is_complete: bool
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        ...
+
+
 class Sleeper(Protocol):
-    """Releases device memory while no step runs. Only the engine thread calls it.
+    """Releases device memory, and replaces weights, while no step runs. Only the engine thread calls it.
 
     Attributes:
         can_reload: weights can be discarded, because `wake_up` can read them again.
@@ -131,6 +145,26 @@ class Sleeper(Protocol):
 
     def wake_up(self, tag: SleepTag) -> None:
         """Restore what sleeps. Blocks have undefined contents then, and discarded weights are read again."""
+        ...
+
+    def check_update(self, weights: object) -> WeightUpdate:
+        """Check the names, shapes and types of new weights; any thread may call this.
+
+        Raises:
+            InvalidArgument, Unsupported: they are not weights of the model; states why.
+        """
+        ...
+
+    def update(self, update: WeightUpdate) -> None:
+        """Replace the weights in an update of this executor; weights that were asleep are awake then.
+
+        Raises:
+            JpagedError: a part of it cannot be read, or is not finite. The weights are discarded then.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Discard the weights, so that no step runs until `update` or `wake_up`."""
         ...
 
 

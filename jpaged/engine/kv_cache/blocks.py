@@ -37,14 +37,17 @@ from jpaged.pool import PrefixOwner
 BlockHash = bytes
 
 
-def root_block_hash(salt: str, tenant: str = "", adapter_digest: bytes = b"") -> BlockHash:
-    """Return the parent hash of a sequence's first block, unique for each triple of salt, tenant and adapter.
+def root_block_hash(salt: str, tenant: str = "", adapter_digest: bytes = b"", weights: bytes = b"") -> BlockHash:
+    """Return the parent hash of a sequence's first block, unique for each salt, tenant, adapter and weights.
 
     The hash is the same in every process, because disks and other servers identify blocks by it.
 
     Args:
         adapter_digest: `Adapter.digest`, 32 bytes; empty for no adapter.
+        weights: `WeightVersion.digest`, 32 bytes; empty for those that the model was loaded with.
     """
+    if weights:
+        return hashlib.sha256(b"jpaged/prefix/4\0" + weights + root_block_hash(salt, tenant, adapter_digest)).digest()
     if adapter_digest:
         return hashlib.sha256(b"jpaged/prefix/3\0" + adapter_digest + root_block_hash(salt, tenant)).digest()
     if not tenant:
@@ -250,6 +253,12 @@ class SequenceBlocks:
         """Drop the block hashes after the first num_blocks."""
         del self._keys[num_blocks:]
         self.num_registered_blocks = min(self.num_registered_blocks, num_blocks)
+
+    def set_root(self, root: BlockHash) -> None:
+        """Replace the parent hash of a sequence without blocks; no-op if it does not use the prefix cache."""
+        if self.root is not None:
+            self.root = root
+        self._keys, self.num_registered_blocks, self.replaced_key = [], 0, None
 
     def leave_cache(self) -> None:
         """Exclude the sequence from the prefix cache."""

@@ -330,6 +330,7 @@ class PrefixCacheManager:
         cache: index of the blocks that hold prefixes, of the first part of the pool.
         reaches: attention window of each KV group.
         states: slots with the recurrent states at the ends of cached prefixes; None without recurrent layers.
+        weights: digest of the weights that write blocks, see `root_block_hash`. Any thread may read it.
 
     Each part of the pool (`Geometry.dp_size`) has its own prefixes, because a sequence has all blocks in one part.
 
@@ -358,6 +359,7 @@ class PrefixCacheManager:
     ) -> None:
         self.max_tokens = BEYOND_TOKENS if max_tokens is None else max_tokens
         self.num_cached = 0
+        self.weights = b""
         self.reaches = reaches = geometry.reaches
         self._block_size = host.pool.block_size
         self.pool = BlockPool(
@@ -570,6 +572,10 @@ class PrefixCacheManager:
         if self.states is not None:
             self.states.reset()
         return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
+
+    def set_weights(self, digest: bytes) -> None:
+        """Set the digest of the weights that write blocks from now on."""
+        self.weights = digest
 
     def has_prefix(self, key: BlockHash) -> bool:
         """Return True if a block with this key is on the device or in host memory. Any thread may ask.

@@ -41,6 +41,7 @@ from jpaged.types import (
     TextState,
     TokenLogprob,
     Usage,
+    WeightVersionRun,
 )
 
 _REPLACEMENT = "\ufffd"
@@ -333,6 +334,7 @@ class _OutputPart:
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
     cumulative_logprob: float | None = None
+    versions: tuple[WeightVersionRun, ...] = ()
 
 
 @dataclass(slots=True)
@@ -353,7 +355,9 @@ class WithheldOutput:
         self.logprobs += logprobs
         self.finish = finish
 
-    def parts(self, token_ids: SequenceOf[int], cumulative_logprob: float | None) -> list[_OutputPart]:
+    def parts(
+        self, token_ids: SequenceOf[int], cumulative_logprob: float | None, versions: tuple[WeightVersionRun, ...]
+    ) -> list[_OutputPart]:
         """Split the output into parts of bounded size, at least one, in linear time."""
         size = _MAX_TOKENS_PER_EVENT
         pieces = []
@@ -362,7 +366,7 @@ class WithheldOutput:
             text, logprobs = "".join(self.texts[part]), tuple(self.logprobs[part])
             piece = _OutputPart(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
             pieces.append(piece)
-        pieces[-1].finish = self.finish
+        pieces[-1].finish, pieces[-1].versions = self.finish, versions
         return pieces
 
 
@@ -493,6 +497,7 @@ class OutputProcessor:
 
     Attributes:
         prompt_logprobs: aux outputs of prompts and samples.
+        weight_version: of the weights that sample tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
@@ -503,6 +508,11 @@ class OutputProcessor:
         self._searches: dict[SequenceGroup, BeamSearch] = {}
         self._last_events: dict[SequenceGroup, OutputEvent] = {}
         self.aux_outputs = AuxOutputCollector()
+        self.weight_version = "0"
+
+    def set_weight_version(self, version: str) -> None:
+        """Set the version of the weights that sample tokens from now on."""
+        self.weight_version = version
 
     def open(self, group: SequenceGroup) -> None:
         """Start a request; no event is sent."""
@@ -576,7 +586,8 @@ class OutputProcessor:
                     )
                 )
             else:
-                piece = _OutputPart(text, (token_id,), positions, finish, reported_sum)
+                versions = sequence.count_versions(self.weight_version)
+                piece = _OutputPart(text, (token_id,), positions, finish, reported_sum, versions)
                 self._show(group, sequence.index, piece, is_last=len(group.live) == 1)
             if finish is not None:
                 yield group, sequence
@@ -596,6 +607,7 @@ class OutputProcessor:
         group.sampled(num_taken)
         if state.held is None:
             piece = _OutputPart("".join(texts), tuple(token_ids[:num_taken]), finish=finish)
+            piece.versions = () if finish is None else sequence.count_versions(self.weight_version)
             self._show(group, sequence.index, piece, is_last=finish is not None and len(group.live) == 1)
         return finish is not None
 
@@ -614,7 +626,8 @@ class OutputProcessor:
         """Send the end of a request between two tokens: one event for each live sequence."""
         finish, sampling = SequenceFinish(reason), group.request.sampling
         if group in self._searches or sampling.num_samples > sampling.n:
-            self._show(group, 0, _OutputPart(finish=finish), is_last=True)
+            versions = group.sequences[0].count_versions(self.weight_version, 0)
+            self._show(group, 0, _OutputPart(finish=finish, versions=versions), is_last=True)
             return
         live = group.live
         if group.request.is_non_streaming:
@@ -625,6 +638,7 @@ class OutputProcessor:
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
             piece = _OutputPart(text, finish=finish, cumulative_logprob=self._get_cumulative_logprob(sequence))
+            piece.versions = sequence.count_versions(self.weight_version)
             self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
@@ -643,14 +657,20 @@ class OutputProcessor:
             held.texts.append(text)
         if num_top is not None:
             held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
-        return held.parts(beam.token_ids, beam.cumulative_logprob)
+        first = group.sequences[0]  # beams grow together
+        versions = first.count_versions(self.weight_version, first.num_given_tokens + len(beam.token_ids))
+        return held.parts(beam.token_ids, beam.cumulative_logprob, versions)
 
     def _parts(self, sequence: Sequence) -> list[_OutputPart]:
         """Return the parts of a withheld sequence; none if it was streamed, or has ended elsewhere."""
         state = self._states.get(sequence)
         if state is None or state.held is None:
             return []
-        return state.held.parts(sequence.token_ids[sequence.num_given_tokens :], self._get_cumulative_logprob(sequence))
+        token_ids, versions = (
+            sequence.token_ids[sequence.num_given_tokens :],
+            sequence.count_versions(self.weight_version),
+        )
+        return state.held.parts(token_ids, self._get_cumulative_logprob(sequence), versions)
 
     def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
@@ -693,6 +713,7 @@ class OutputProcessor:
             usage=self._build_usage(group),
             is_last=is_last,
             times=group.times if is_last else None,
+            weight_versions=piece.versions,
             error=error,
         )
         if is_last:

@@ -175,6 +175,10 @@ class Queues:
         group.move_to(Status.SWAPPED)
         self.swapped.append(group)
 
+    def stop_swapped(self, group: SequenceGroup) -> None:
+        """Remove a swapped group; `put_back` follows."""
+        self.swapped.remove(group)
+
     def put_back(self, group: SequenceGroup) -> None:
         """Return a preempted group to the waiting queue, at its place by arrival."""
         group.move_to(Status.WAITING)
@@ -438,11 +442,18 @@ class Scheduler:
         sequence.move_to(Status.FINISHED)
         self._memory.release(sequence)
 
-    def preempt_all(self) -> None:
-        """Preempt all running groups for recompute, because the pool will lose its contents."""
+    def preempt_all(self, *, keeps_swapped: bool = True) -> None:
+        """Preempt all running groups for recompute, because the pool will lose its contents.
+
+        Args:
+            keeps_swapped: the blocks of swapped groups stay valid; otherwise these groups are recomputed, too.
+        """
         schedule = SchedulerOutput()
         for group in reversed(tuple(self.queues.running)):
             self._preempt(group, schedule, may_swap=False)
+        for group in () if keeps_swapped else tuple(self.queues.swapped):
+            self.queues.stop_swapped(group)
+            self._recompute(group)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """Return a new sequence that shares all blocks with its parent."""
@@ -693,6 +704,10 @@ class Scheduler:
             swapping.swap_out(group)
             self.queues.add_swapped(group)
             return
+        self._recompute(group)
+
+    def _recompute(self, group: SequenceGroup) -> None:
+        """Free the blocks of a preempted group, and let it wait."""
         for sequence in group.live:
             self._memory.release(sequence)
         group.reset_for_recompute()

@@ -116,19 +116,13 @@ class MtpEnds(DecoderEnds):
         joined_td = jnp.concatenate(inputs[::-1] if self.state_first else inputs, axis=-1)
         return Measured.of(self.eh_proj(joined_td, tokens.rows), is_measured=False), self.shared(tokens)
 
-    def end(self, x: Measured) -> jax.Array:
-        """See `Ends`. The next input of the layer is its normalized output, as the first one is the model's."""
-        assert self.norm is not None
-        return self.norm(x.x_te)
-
-    @property
-    def final_norm(self) -> None:
-        """See `Ends`. Hidden states are normalized."""
-        return None
-
     def combine(self, features_tf: jax.Array, rows: Rows) -> jax.Array:
         """See `Ends`."""
         return self.target_norm(features_tf)
+
+    def own_states(self, hidden_te: jax.Array) -> jax.Array:
+        """See `Ends`. The states are normalized, as those of the model are."""
+        return self.normed(hidden_te)
 
 
 def _states(tokens: TokenBatch) -> jax.Array:

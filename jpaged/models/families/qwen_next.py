@@ -299,7 +299,8 @@ def _joined(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]
     def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         split = zip(tensors, outputs.values(), strict=True)
         parts = [part for tensor, sizes in split for part in np.split(tensor, np.cumsum(sizes)[:-1])]
-        grouped = np.concatenate([part.reshape(num_heads, -1, part.shape[1]) for part in parts], axis=1)
+        concat = tensors[0].__array_namespace__().concat  # NumPy's, or JAX's when traced
+        grouped = concat([part.reshape(num_heads, -1, part.shape[1]) for part in parts], axis=1)
         transpose(grouped.reshape(-1, grouped.shape[2]), out)  # scales have fewer columns than weights
 
     tensors = tuple((name, (sum(sizes), width)) for name, sizes in outputs.items())
@@ -313,7 +314,8 @@ def _taps(name: str, delta: DeltaShape, num_taps: int) -> Leaf:
 
     def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
         parts = np.split(tensors[0].reshape(num_channels, num_taps), ends)
-        grouped = np.concatenate([part.reshape(num_heads, -1, num_taps) for part in parts], axis=1)
+        concat = tensors[0].__array_namespace__().concat
+        grouped = concat([part.reshape(num_heads, -1, num_taps) for part in parts], axis=1)
         out[...] = grouped.reshape(num_channels, num_taps)
 
     tensors = ((name, (num_channels, 1, num_taps)),)

@@ -6,7 +6,7 @@ A model's format is detected from its chat template, which writes calls of earli
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -208,6 +208,7 @@ _DEEPSEEK_V32 = CallMarkup(
     ),
     section=("<\uff5cDSML\uff5cfunction_calls>\n", "</\uff5cDSML\uff5cfunction_calls>"),
 )
+_DEEPSEEK_V4 = replace(_DEEPSEEK_V32, section=("<\uff5cDSML\uff5ctool_calls>\n", "</\uff5cDSML\uff5ctool_calls>"))
 _DEEPSEEK_SECTION = (
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
@@ -325,6 +326,7 @@ TOOL_FORMATS = {
         _markup_format("deepseek_v3", _DEEPSEEK_V3, needs_special_tokens=True),
         _markup_format("deepseek_v31", _DEEPSEEK_V31, needs_special_tokens=True),
         _markup_format("deepseek_v32", _DEEPSEEK_V32, needs_special_tokens=True),
+        _markup_format("deepseek_v4", _DEEPSEEK_V4, needs_special_tokens=True),
         _markup_format("kimi_k2", _KIMI_K2, needs_special_tokens=True),
         _list_format("pythonic", _PYTHONIC, needs_special_tokens=False),
         _list_format("lfm2", _LFM2, needs_special_tokens=True),
@@ -336,6 +338,9 @@ TOOL_ALIASES = MappingProxyType(
     {
         "qwen3_xml": "qwen3_coder",
         "mimo": "qwen3_coder",
+        "step3p5": "qwen3_coder",
+        "poolside_v1": "glm45",
+        "ling3": "glm45",
         "llama4_json": "llama3_json",
         "llama4_pythonic": "pythonic",
         "granite4": "hermes",
@@ -496,6 +501,7 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("deepseek_v32", ("DSML", "function_calls")),
+    ("deepseek_v4", ("DSML", "tool_calls>")),
     ("deepseek_v3", (_DEEPSEEK_CALL, "```json", "tools")),
     ("deepseek_v31", (_DEEPSEEK_CALL, "tools")),
     ("kimi_k2", ("<|tool_call_begin|>",)),
@@ -512,6 +518,8 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Texts that all occur in the templates of a format. The first match counts: later formats share marks of earlier
 ones. Older templates of DeepSeek write calls and ignore tools."""
+_NOT_HERMES = ("<function=", "<tool_calls>", "]<]minimax[>[")
+"""Texts of other formats with a similar tag: arguments that are not JSON, a list of calls, and MiniMax-M3's tags."""
 _REASONING_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai_gptoss", ("<|channel|>", "analysis")),
     ("mistral", ("[THINK]",)),
@@ -531,8 +539,8 @@ def _find_format(template: str, marks: tuple[tuple[str, tuple[str, ...]], ...]) 
 def _tool_format(template: str) -> str | None:
     """Return the tool format detected in a template."""
     found = _find_format(template, _TOOL_MARKS)
-    if found == "hermes" and "<function=" in template:
-        return None  # the arguments of such functions are not JSON
+    if found == "hermes" and any(mark in template for mark in _NOT_HERMES):
+        return None
     return found or ("hermes" if has_built_in_tools(template) else None)
 
 

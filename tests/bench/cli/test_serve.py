@@ -150,6 +150,7 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
         (["--target", "nowhere"], "--target: 'nowhere' is not HOST:PORT"),
         (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: works only with a server started by this benchmark"),
         (["--header", "a=b"], "--header: works only with an OpenAI backend"),
+        (["--base-url", "http://h:1"], "--base-url: works only with an OpenAI backend"),
         (["--backend", "openai", "--target", "h:1"], "--target: works only with --backend jpaged"),
         (["--backend", "openai", "--base-url", "here"], "--base-url: 'here' is not http://HOST:PORT"),
         (["--backend", "openai", "--header", "a"], "--header: 'a' is not KEY=VALUE"),

@@ -16,6 +16,7 @@ import pytest
 from jpaged.checkpoints.weights import load_params, read_mtp
 from jpaged.config import EngineConfig
 from jpaged.device.executor import JaxExecutor
+from jpaged.device.mesh import MeshPlacement, serving_mesh
 from jpaged.device.speculative.eagle import HeadProposer
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.hf_config import from_hf
@@ -133,20 +134,31 @@ def unchanged(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def serve(
-    folder: Path, case: MtpCase, options: EngineConfig, *, mode: LayerMode = "loop", edit: Edit = unchanged
+    folder: Path,
+    case: MtpCase,
+    options: EngineConfig,
+    *,
+    mode: LayerMode = "loop",
+    edit: Edit = unchanged,
+    num_devices: int = 1,
 ) -> Served:
     """An executor of a model with its MTP layer, both from one checkpoint.
 
     Args:
         mode: of the model's layers.
         edit: changes the tensors of the checkpoint.
+        num_devices: that the model is split over.
     """
     tensors = edit({**case.model_tensors(), **case.tensors()})
     found = write(folder / "model", case.case.config, tensors)
     model = Model(from_hf(case.case.config), jnp.dtype("float32"))
-    params = load_params(model, found, mode)
+    mesh = serving_mesh(num_devices)
     mtp = Model(read_mtp(found, model.config), model.dtype)
-    of_mtp = load_params(mtp, found, "loop")
+    places = MeshPlacement.of(model, mesh, mode), MeshPlacement.of(mtp, mesh)
+    params, of_mtp = (
+        load_params(one, found, where.layer_mode, num_parts=num_devices, shardings=where.shardings)
+        for one, where in zip((model, mtp), places, strict=True)
+    )
     proposals: list[tuple[np.ndarray, np.ndarray]] = []
 
     @contextmanager
@@ -156,7 +168,7 @@ def serve(
             yield
 
     with programs_on_demand(listening), listening():
-        executor = JaxExecutor.create(model, params, options, draft=(mtp, of_mtp))
+        executor = JaxExecutor.create(model, params, options, mesh=mesh, draft=(mtp, of_mtp))
         executor.warm_up(tiny_model.quiet)
     return Served(executor, *oracles(folder, case, model, tensors), proposals, found)
 

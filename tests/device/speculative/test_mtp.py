@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params, read_mtp
 from jpaged.device.compilation.lowering import sized_step
 from jpaged.device.executor import JaxExecutor
@@ -17,9 +19,12 @@ from jpaged.device.mesh import serving_mesh
 from jpaged.device.speculative.drafter import pool_bytes_per_block
 from jpaged.engine.executor import BlockMoves, Move
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.matmul.quantized import QuantizedMatrix
 from jpaged.models.eagle import mtp_config
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
+from tests.checkpoints.quantized.layouts import BLOCK, float8, write_tensors
+from tests.checkpoints.quantized.test_layouts import assert_same_weights, is_quantized, weights_of
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row, Sequence
 from tests.device.speculative.mtp_rig import FAULTS, Served, serve
@@ -84,6 +89,14 @@ def test_proposals_are_the_oracles(mimo: Served) -> None:
 @pytest.mark.long
 def test_proposals_of_each_family_are_the_oracles(name: str, tmp_path: Path) -> None:
     served = serve(tmp_path, CASES[name], OPTIONS, mode="scan" if name in ("mimo", "glm4_moe") else "loop")
+    check_rounds(served)
+    served.executor.shutdown()
+
+
+@pytest.mark.parametrize("name", ["mimo", "deepseek_v3"])
+@pytest.mark.long
+def test_proposals_on_two_devices_are_the_oracles(name: str, tmp_path: Path) -> None:
+    served = serve(tmp_path, CASES[name], OPTIONS.replace(tensor_parallel_size=2), num_devices=2)
     check_rounds(served)
     served.executor.shutdown()
 
@@ -179,6 +192,32 @@ def test_a_model_is_loaded_without_its_mtp_layer(name: str, tmp_path: Path, capl
         jax.tree.map(lambda one, other: np.array_equal(np.asarray(one), np.asarray(other)), found, want)
     )
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+def test_a_quantized_layer_is_read_next_to_a_projection_that_is_not(name: str, tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: 8-bit floats with a scale for each block."""
+    case, write_float8 = CASES[name], float8("block", scale=".weight_scale_inv")
+    stored: dict[str, np.ndarray] = {}
+    plain: dict[str, np.ndarray] = {}
+    for tensor, array in {**case.model_tensors(), **case.tensors()}.items():
+        stored[tensor] = plain[tensor] = array
+        if tensor.endswith(("_proj.weight", "_proj_with_mqa.weight")) and f".{case.names[2]}." not in tensor:
+            parts, plain[tensor] = write_float8(array, np.random.default_rng(0))
+            del stored[tensor]
+            stored |= {tensor.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+    want_folder = write(tmp_path / "plain", case.case.config, plain)
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    (folder / "config.json").write_text(json.dumps({**case.case.config, "quantization_config": scheme}))
+    write_tensors(stored, folder)
+    read = Model(read_mtp(folder, read_config(folder)), np.dtype(np.float32))
+    other = Model(read_mtp(want_folder, read_config(want_folder)), read.dtype)
+    got, want = load_params(read, folder, "loop"), load_params(other, want_folder, "loop")
+    assert any(isinstance(leaf, QuantizedMatrix) for leaf in jax.tree.leaves(got, is_leaf=is_quantized))
+    assert not is_quantized(got["eh_proj"]["kernel"])
+    assert_same_weights(weights_of(got), want)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

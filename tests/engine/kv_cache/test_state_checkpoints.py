@@ -200,6 +200,19 @@ def test_swapped_sequences_keep_their_slots():
     slots.check([running])
 
 
+def test_a_sequence_that_came_back_is_swapped_again():
+    executor = Scarce(num_blocks=12, num_host_blocks=64, max_model_len=44, max_num_batched_tokens=32)
+    h = Harness(executor=executor, preemption_mode="swap")
+    assert states_of(h).can_swap_out(1) and not states_of(h).can_swap_out(2)
+    lens = {"a": 14, "b": 32, "c": 30}
+    for first, (name, max_tokens) in enumerate(lens.items(), start=1):
+        h.submit(name, [first] * 4, max_tokens=max_tokens)
+    h.run()
+    load = h.engine.load()
+    assert (load.num_preemptions, load.num_recomputed_tokens) == (2, 0)
+    assert [len(h.tokens(name)) for name in lens] == list(lens.values())
+
+
 @pytest.mark.parametrize("kind", [Stateful, Scarce])
 @pytest.mark.thinned(4)
 def test_lives_continue_from_their_own_state(kind):

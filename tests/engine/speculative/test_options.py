@@ -6,6 +6,7 @@ import pytest
 
 from jpaged import json_text
 from jpaged.config import SpeculativeOptions
+from jpaged.config.speculative import WITHOUT_EFFECT
 from jpaged.engine.speculative.drafter import make_proposer
 from jpaged.engine.speculative.ngram import NgramProposer
 from jpaged.engine.speculative.suffix import SuffixProposer
@@ -32,6 +33,8 @@ def test_each_method_is_read_with_vllms_defaults():
 def test_mtp_needs_no_checkpoint_and_has_vllms_older_names(method):
     found = parse(method=method, num_speculative_tokens=2)
     assert (found.method, found.model, found.num_speculative_tokens) == ("mtp", None, 2)
+    pinned = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    assert parse(method=method, num_speculative_tokens=2, **pinned).synthetic_acceptance_length == 2.5
 
 
 def test_one_bound_of_the_ngrams_stands_for_both_and_null_is_left_out():
@@ -39,6 +42,26 @@ def test_one_bound_of_the_ngrams_stands_for_both_and_null_is_left_out():
     assert (one.prompt_lookup_min, one.prompt_lookup_max) == (3, 3)
     both = parse(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4, prompt_lookup_min=2)
     assert (both.prompt_lookup_min, both.prompt_lookup_max) == (2, 4)
+
+
+def test_a_model_without_a_method_is_a_draft_model_or_a_head_by_its_name():
+    assert parse(model="a/b", num_speculative_tokens=4).method == "draft_model"
+    assert parse(model="a/B-EAGLE3", num_speculative_tokens=4).method == "eagle3"
+    for given in (
+        {"model": "[ngram]"},
+        {"model": "ngram"},
+        {"method": "[ngram]"},
+        {"method": "ngram", "model": "ngram"},
+    ):
+        found = parse(num_speculative_tokens=5, prompt_lookup_max=4, **given)
+        assert (found.method, found.model, found.prompt_lookup_max) == ("ngram", None, 4)
+
+
+def test_keys_of_vllm_that_only_choose_how_draft_tokens_are_computed_have_no_effect():
+    plain = parse(method="eagle3", model="a/b", num_speculative_tokens=2)
+    keys = {"draft_tensor_parallel_size": 1, "enforce_eager": True, "quantization": None, "parallel_drafting": False}
+    assert parse(method="eagle3", model="a/b", num_speculative_tokens=2, **keys) == plain
+    assert all(parse(method="suffix", **{key: 1}) == parse(method="suffix") for key in WITHOUT_EFFECT)
 
 
 def test_the_tree_bounds_what_suffix_proposes_unless_a_number_is_given():

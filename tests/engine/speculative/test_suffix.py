@@ -217,6 +217,31 @@ def test_a_match_goes_on_where_its_seed_is_too_common_to_be_found(monkeypatch):
     assert proposer.propose(0, 4) == [40, 41, 1, 2]
 
 
+def test_of_a_match_goes_on_what_the_new_tokens_continue(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_LEAVES", 2)
+    proposer = SuffixProposer(RULE, SharedTexts(RULE, 0))
+    common = [1, 2, 30, 1, 2, 31, 1, 2, 32]
+    proposer.begin(0, [7, 8, 1, 3, 40, 41, 7, 8, 1, 2, 50, 51, *common, 7, 8], None)
+    proposer.propose(0, 4)
+    proposer.extend(0, [1])
+    proposer.propose(0, 4)
+    proposer.extend(0, [2])  # of the two places after "7 8 1" it continues the second one
+    assert proposer.propose(0, 4) == [50, 51, 1, 2]
+
+
+def test_a_text_that_is_dropped_while_it_matches_proposes_nothing_more(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_LEAVES", 2)
+    proposer = SuffixProposer(RULE, SharedTexts(RULE, 3))
+    forget_output(proposer, 1, [7, 8], [1, 2, 40, 41], b"x")
+    forget_output(proposer, 2, [90, 91], [1, 2, 50, 1, 2, 51], b"x")
+    proposer.begin(3, [7, 8], b"x")
+    assert proposer.propose(3, 4) == [1, 2]
+    for key in (4, 5, 6):
+        forget_output(proposer, key, [60 + key, 91], [1, 2, 60, 1, 2, 60], b"x")
+    proposer.extend(3, [1, 2])
+    assert proposer.propose(3, 4) == [60, 1]
+
+
 def test_it_is_made_by_the_options():
     text = '{"method": "suffix", "suffix_decoding_max_tree_depth": 6, "suffix_decoding_max_spec_factor": 2.0}'
     proposer = SuffixProposer.of(SpeculativeOptions.parse(text))

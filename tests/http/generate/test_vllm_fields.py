@@ -150,6 +150,8 @@ async def test_invocations_of_a_classifier_classify(monkeypatch: pytest.MonkeyPa
             expected, given = await client.post("/classify", json=body), await client.post("/invocations", json=body)
             assert (expected.status_code, given.status_code) == (200, 200)
             assert expected.json()["data"] == given.json()["data"]
+        named = await client.post("/classify", json={"input": "a", "request_id": "r-1"})
+        assert (named.json()["id"], named.headers["x-request-id"]) == ("classify-r-1", "r-1")
         plain, bare = [
             (await client.post("/classify", json={"input": "a", "add_special_tokens": adds})).json()["usage"]
             for adds in (True, False)

@@ -33,6 +33,7 @@ DOCUMENTED = {
         "GET /tokenizer_info",
         "GET /is_sleeping",
         "GET /is_paused",
+        "GET /weight_version",
         "GET /v1/models",
         "GET /v1/models/{name:path}",
         "GET /version",
@@ -57,6 +58,8 @@ DOCUMENTED = {
         "POST /wake_up",
         "POST /pause",
         "POST /resume",
+        "POST /update_weights",
+        "POST /update_weights_from_disk",
     },
 }
 """What docs/access.md says of paths; all others but those for health require the role inference."""

@@ -165,6 +165,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "deepseek_v3": lambda calls: deepseek(calls, "function", "\n```json\n", "\n```"),
     "deepseek_v31": lambda calls: deepseek(calls, "", "", ""),
     "deepseek_v32": lambda calls: invokes(calls, f"{BAR}DSML{BAR}function_calls", f"{BAR}DSML{BAR}", is_marked=True),
+    "deepseek_v4": lambda calls: invokes(calls, f"{BAR}DSML{BAR}tool_calls", f"{BAR}DSML{BAR}", is_marked=True),
     "kimi_k2": kimi_k2,
     "pythonic": python_list,
     "lfm2": lambda calls: f"<|tool_call_start|>{python_list(calls)}<|tool_call_end|>",

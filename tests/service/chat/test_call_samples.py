@@ -253,6 +253,7 @@ def test_a_value_has_the_type_of_the_schema_or_is_a_string(key, value, wanted):
         ("glm45", "<tool_call>find<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>", '{"city": "Oslo"}'),
         ("glm47", "<tool_call>hello world</tool_call>", ("<tool_call>hello world</tool_call>",)),
         ("deepseek_v32", DSML.format("days", "true", "3"), '{"days": 3}'),
+        ("deepseek_v4", DSML.replace("function_calls", "tool_calls").format("days", "false", "3"), '{"days": 3}'),
         ("deepseek_v32", DSML.format("city", "true", "3"), '{"city": "3"}'),
         ("deepseek_v32", DSML.format("other", "false", '"a"'), '{"other": "a"}'),
         ("deepseek_v32", DSML.format("other", "false", "a"), '{"other": "a"}'),

@@ -136,6 +136,7 @@ NO_CALLS = {
         "[TOOL_CALLS]" + "x" * 600 + "{}",
         "[TOOL_CALLS]f[ARGS]",
         '[TOOL_CALLS] [{"nam": "f"}]',
+        '[TOOL_CALLS] [f{"a": 1}]',
     ],
     "openai": ["Plain text.", "< and | and <|pipe", " to be", " t"],
 }
@@ -248,6 +249,9 @@ def test_another_json_answer_is_not_held_back():
     one = parser("llama3_json")
     assert one.push('{"answer": ') == [ContentPiece('{"answer": ')]
     assert one.push("[1, ") == [ContentPiece("[1, ")]
+    assert parser("mistral").push("[TOOL_CALLS](none") == [ContentPiece("[TOOL_CALLS](none")]
+    for size, is_held in ((511, True), (512, False)):
+        assert (parser("mistral").push("[TOOL_CALLS]" + "f" * size) == []) is is_held
 
 
 def test_mistral_gives_the_id_that_the_model_wrote():

@@ -34,6 +34,7 @@ column ::= ("a" | "b")+
         (QUERY, ["SELECT ab from t1", "SELECT b from t2"], ["SELECT  from t1", "SELECT a from t3"]),
         (r'root ::= "\u00e9" [\u0041-\U0000005A]+ x' "\n" 'x ::= "(" x ")" | ""', ["éAZ((()))", "éA"], ["éAZ(()", "é"]),
         ('root ::= e ("+" e)*\ne ::= [a-z]+ [a-z] | "(" root ")"', ["ab+(cd+ef)"], ["a", "ab+"]),
+        ('root ::= ([a-z]+ [a-z] | "(" root ")")+', ["ab", "(ab)cd"], ["a", "(a)cd", "ab("]),
         ("root ::= [a-z]+ [a-z] '!'", ["ab!"], ["a!", "ab"]),
         ('root ::= "a"{2} "b"{1,2} "c"{2,} .', ["aabccx", "aabbccc\n"], ["abccx", "aabbbccx"]),
         ('root ::= [^a-c\\]] [-x] [x-] ("" | "y")', ["d--", "]xx"[1:] + "x", "z-xy"], ["a--", "]--"]),

@@ -600,6 +600,15 @@ class KVTransfer:
         """Return what the bytes of a block depend on; slow on the first call, see `HostBlocks.kv_identity`."""
         return self.each[0].tiers.blocks.kv_identity()
 
+    @property
+    def weights(self) -> bytes:
+        """Return the digest of the current weights, see `root_block_hash`.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return self.each[0].tiers.prefixes.weights
+
     def chain(self, root: BlockHash, token_ids: Sequence[int]) -> BlockHashChain:
         """Return the full blocks of a prompt that may be cached; takes a few microseconds per block.
 

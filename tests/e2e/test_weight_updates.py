@@ -1,0 +1,282 @@
+"""New weights in a running model: tokens and bits are those of a model that was loaded with them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpaged import LLM, SamplingParams
+from jpaged.device.executor import JaxExecutor
+from jpaged.errors import InvalidArgument, Unavailable, Unsupported
+from jpaged.llm import TokensPrompt
+from jpaged.local_model import parse_prompt
+from jpaged.types import OutputEvent
+from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
+from tests.models.adapters import TinyAdapter
+from tests.models.tiny import tiny_case, write_checkpoint
+from tests.on_demand import programs_on_demand
+
+SIZES: dict[str, Any] = {"num_blocks": 37, "block_size": 8, "max_model_len": 64}
+PROMPTS = random_prompts([9, 20, 33])
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
+]
+FILE = "model.safetensors"
+
+
+def outputs_of(llm: LLM) -> list[tuple[tuple[int, ...], list[float]]]:
+    """Tokens and log-probabilities, greedy and seeded."""
+    return [(one.token_ids, chosen_logprobs(one)) for one in generate(llm, PROMPTS, PARAMS)]
+
+
+def leaves_of(llm: LLM) -> list[np.ndarray]:
+    executor = engine_of(llm)._executor
+    assert isinstance(executor, JaxExecutor)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(executor._runner.params)]
+
+
+def write_other(folder: Path, other: Path) -> dict[str, np.ndarray]:
+    """Writes a checkpoint of the same model with other weights; returns its tensors."""
+    rng, tensors = np.random.default_rng(3), load_file(folder / FILE)
+    for name in sorted(tensors):
+        shape = tensors[name].shape
+        if tensors[name].dtype.kind == "f":
+            noise = rng.standard_normal(shape).astype(tensors[name].dtype) * np.float32(0.5)
+            tensors[name] = (tensors[name] * (1 + noise)).astype(tensors[name].dtype)
+    if "lm_head.weight" in tensors and "model.embed_tokens.weight" in tensors and "tied" in folder.name:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    other.mkdir()
+    for file in folder.iterdir():
+        if file.name != FILE:
+            (other / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, other / FILE, metadata={"format": "pt"})
+    return tensors
+
+
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors as dictionaries of dictionaries."""
+    tree: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        place = tree
+        for key in path:
+            place = place.setdefault(key, {})
+        place[last] = tensor
+    return tree
+
+
+def pairs(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from tensors.items()
+
+
+def check_update(folder: Path, tmp_path: Path, options: dict[str, Any], forms: tuple[str, ...]) -> None:
+    """Each form of new weights gives the leaves and outputs of a model that was loaded with them."""
+    tensors = write_other(folder, tmp_path / "other")
+    with open_llm(tmp_path / "other", **{**SIZES, **options}) as fresh:
+        want, leaves = outputs_of(fresh), leaves_of(fresh)
+    with open_llm(folder, **{**SIZES, **options}) as llm:
+        before, old_leaves = outputs_of(llm), leaves_of(llm)
+        assert before != want
+        for number, form in enumerate(forms):
+            given: Any = {
+                "folder": tmp_path / "other",
+                "numpy": tensors,
+                "nested": nested(tensors),
+                "jax": pairs({name: jnp.asarray(tensor) for name, tensor in tensors.items()}),
+            }[form]
+            assert llm.update_weights(given) == str(2 * number + 1)
+            for got, leaf in zip(leaves_of(llm), leaves, strict=True):
+                np.testing.assert_array_equal(got, leaf)
+            assert outputs_of(llm) == want
+            assert llm.update_weights(folder) == str(2 * number + 2)
+            for got, leaf in zip(leaves_of(llm), old_leaves, strict=True):
+                np.testing.assert_array_equal(got, leaf)
+            assert outputs_of(llm) == before
+
+
+def test_outputs_are_those_of_the_new_weights(tmp_path: Path) -> None:
+    check_update(write_model("llama_mha", tmp_path / "model"), tmp_path, {}, ("numpy", "folder"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama3_tied", {"dtype": "bfloat16"}),
+        ("llama_gqa_bias", {"quantization": "int8"}),
+        ("llama_mha", {"tensor_parallel_size": 2}),
+        ("llama_gqa_bias", {"linear_backend": "xla", "kv_cache_dtype": "fp8"}),
+        ("llama_gqa_bias", {"linear_backend": "xla", "quantization": "fp8"}),
+        ("mistral_window", {"swap_space": 0.01}),
+    ],
+)
+def test_every_form_of_weights_is_replaced(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    folder = write_model(name, tmp_path / f"model_{'tied' if 'tied' in name else ''}")
+    check_update(folder, tmp_path, options, ("numpy", "folder", "nested", "jax"))
+
+
+def tokens_of(llm: LLM, prompt: list[int], num_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return [*generate(llm, [prompt], params)[0].token_ids]
+
+
+def test_a_request_in_flight_continues_with_the_new_weights_or_waits_for_a_complete_update(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    tensors, prompt = write_other(folder, tmp_path / "other"), PROMPTS[1]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    broken, name = dict(tensors), "model.layers.1.mlp.down_proj.weight"
+    broken[name] = np.full_like(tensors[name], np.inf)
+    sampled: list[int] = []
+    with open_llm(folder, **SIZES, num_scheduler_steps=1) as llm:
+        engine = engine_of(llm)
+        request = llm._request(params, parse_prompt(TokensPrompt(prompt_token_ids=prompt)).prompt, is_whole=False)
+        has_some, has_ended = threading.Event(), threading.Event()
+        ends: list[OutputEvent] = []
+
+        def take(event: OutputEvent) -> None:
+            sampled.extend(event.token_ids)
+            if len(sampled) == 3:
+                has_some.set()
+                engine.pause("keep")  # before the next step
+            if event.is_last:
+                ends.append(event)
+                has_ended.set()
+
+        engine.submit(request.request, take)
+        assert has_some.wait(60)
+        with pytest.raises(InvalidArgument, match=f"weights: tensor {name} has .* not finite.* the weights are asleep"):
+            llm.update_weights(broken)
+        assert engine.asleep == {"weights"}
+        with pytest.raises(Unavailable, match="asleep"):
+            tokens_of(llm, prompt, 2)
+        assert llm.update_weights(tensors, version="new") == "new" == llm.weight_version
+        assert has_ended.wait(60)
+        before, new = ends[0].weight_versions
+        assert (before.version, new.version) == ("0", "new") and before.num_tokens + new.num_tokens == 12
+        first = before.num_tokens
+        assert sampled[first:] == tokens_of(llm, prompt + sampled[:first], 12 - first)
+        assert llm.update_weights(folder) == "2"
+        assert sampled[:first] == tokens_of(llm, prompt, first)
+
+
+def test_the_loop_of_the_page_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model("llama_mha", tmp_path / "model", with_tokenizer=True)
+    page = (Path(__file__).parents[2] / "docs" / "weight_updates.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    assert code.count("\n") <= 20
+    code = (
+        code.replace("MODEL", str(folder))
+        .replace('"Once upon a time"', '"7,8,9,"')
+        .replace(f'LLM("{folder}")', f'LLM("{folder}", num_blocks=37, max_num_seqs=8, max_num_batched_tokens=8)')
+    )
+
+    def train_step(weights: dict[str, np.ndarray], group: Any, advantages: np.ndarray) -> dict[str, np.ndarray]:
+        assert len(group.outputs) == 4 == len(advantages)
+        return {name: tensor * np.float32(1.1) for name, tensor in weights.items()}
+
+    trainer = ModuleType("my_trainer")
+    trainer.train_step = train_step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_trainer", trainer)
+    names: dict[str, Any] = {}
+    with programs_on_demand():
+        exec(code, names)
+    names["llm"].close()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2", "3"]
+
+
+@pytest.mark.long
+def test_an_adapter_is_applied_to_the_new_weights_and_can_be_replaced(tmp_path: Path) -> None:
+    case = tiny_case("llama_gqa_bias")
+    folder = write_checkpoint(case, tmp_path / "base")
+    tensors = write_other(folder, tmp_path / "other")
+    for name in "ab":
+        TinyAdapter(case, name).write(tmp_path / name)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def run(llm: LLM) -> list[tuple[int, ...]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter="x")]
+
+    with open_llm(tmp_path / "other", **SIZES, lora=[f"x={tmp_path / 'a'}"]) as fresh:
+        want = run(fresh)
+        fresh.load_adapter("x", str(tmp_path / "b"), replaces=True)
+        want_other = run(fresh)
+        assert want != want_other
+    with open_llm(folder, **SIZES, lora=[f"x={tmp_path / 'a'}"]) as llm:
+        assert run(llm) != want
+        llm.update_weights(tensors)
+        assert run(llm) == want
+        llm.load_adapter("x", str(tmp_path / "b"), replaces=True)
+        assert run(llm) == want_other  # and no prefix of the former one
+
+
+@pytest.mark.long
+def test_all_replicas_have_the_new_weights(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    tensors = write_other(folder, tmp_path / "other")
+    with open_llm(tmp_path / "other", **SIZES) as fresh:
+        want = outputs_of(fresh)
+    with open_llm(folder, **SIZES, data_parallel_size=2) as llm:
+        before = outputs_of(llm)
+        assert llm.update_weights(iter(tensors.items()), mode="wait", version=7) == "7"
+        assert outputs_of(llm) == want
+        broken = {**tensors, "model.norm.weight": np.full_like(tensors["model.norm.weight"], np.nan)}
+        with pytest.raises(InvalidArgument, match="not finite"):
+            llm.update_weights(broken)
+        with pytest.raises(Unavailable):
+            outputs_of(llm)
+        assert llm.wake_up() is True
+        assert outputs_of(llm) == before
+
+
+@pytest.mark.long
+def test_a_sleep_ends_with_other_weights(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    tensors = write_other(folder, tmp_path / "other")
+    with open_llm(tmp_path / "other", **SIZES) as fresh:
+        want = outputs_of(fresh)
+    with open_llm(folder, **SIZES, enable_sleep_mode=True) as llm:
+        llm.sleep(2)
+        with pytest.raises(InvalidArgument, match="must be complete"):
+            llm.update_weights({"model.norm.weight": tensors["model.norm.weight"]})
+        assert llm.update_weights(tmp_path / "other") == "1"
+        assert llm.wake_up() is True and outputs_of(llm) == want
+        llm.sleep(2)
+        assert llm.wake_up() is True and outputs_of(llm) == want  # the files of the last update
+        assert llm.weight_version == "2"
+        llm.update_weights({"model.norm.weight": tensors["model.norm.weight"] * 2})
+        assert outputs_of(llm) != want
+
+
+@pytest.mark.long
+def test_what_cannot_be_updated_is_refused(tmp_path: Path) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    other = write_model("llama_mqa_wide", tmp_path / "other")
+    with open_llm(folder, **SIZES) as llm:
+        before = outputs_of(llm)
+        with pytest.raises(InvalidArgument, match=r"weights: .*other has .*; the model that is served has"):
+            llm.update_weights(other)
+        assert outputs_of(llm) == before and llm.weight_version == "0"
+    with (
+        open_llm(
+            folder,
+            **SIZES,
+            speculative_config=f'{{"method": "draft_model", "model": "{folder}", "num_speculative_tokens": 2}}',
+        ) as llm,
+        pytest.raises(Unsupported, match="not supported with several processes, a draft model or EPLB"),
+    ):
+        llm.update_weights(folder)
