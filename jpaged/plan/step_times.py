@@ -38,8 +38,8 @@ import numpy as np
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
+from jpaged.device.mesh import Microbatches
 from jpaged.device.sharded_matmul import num_column_parts, num_row_chunks
-from jpaged.device.step import Microbatches
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import Mixture, ModelConfig
