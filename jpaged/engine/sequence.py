@@ -338,6 +338,11 @@ class SequenceGroup:
                 self.num_sampled_tokens += len(behind.generated.token_ids)
             self.sequences.append(sequence)
         self.reset_for_recompute()
+        self.restart_prompt()
+
+    def restart_prompt(self) -> None:
+        """Request the aux outputs of the whole prompt, if the request needs some."""
+        request = self.request
         if request.prompt_logprobs_start is not None or request.pooling is not None:
             self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
 

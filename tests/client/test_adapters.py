@@ -210,7 +210,6 @@ async def test_the_threaded_client_speaks_of_adapters_too(files):
 
 
 async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
-    unknown: Any = "stop"
     async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
         assert (await client.model_info()).weight_version == "0"
         assert await client.update_weights(str(files / "a"), mode="wait", version=100) == "100"
