@@ -347,8 +347,9 @@ class SequenceGroup:
             self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
 
     def _root(self, weights: bytes) -> BlockHash:
-        request = self.request
-        return root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
+        request, adapter = self.request, self.request.adapter
+        adapter_digest = b"" if adapter is None else adapter.digest
+        return root_block_hash(request.sampling.cache_salt, request.cache_tenant, adapter_digest, weights)
 
     def end_version(self, version: str, weights: bytes) -> None:
         """Record the version of the weights that sampled the tokens so far; no sequence may have blocks.
