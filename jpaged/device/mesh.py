@@ -537,7 +537,8 @@ class Microbatches:
         def cut(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
 
-        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt")}
+        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
+        own = {name: cut(inputs[name]) for name in names if name in inputs}
         return (
             {
                 **own,

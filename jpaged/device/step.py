@@ -68,7 +68,7 @@ from jpaged.device.model_runner import (
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, state_parts
 from jpaged.engine.executor import Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
@@ -345,14 +345,15 @@ class Step:
         if (pair_starts_s := inputs.get("pair_starts_s")) is not None:
             types_t = PooledRows.of(inputs["query_starts_s1"], len(ids_t)).types(pair_starts_s)
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
+        num_chunks, num_parts = self.state_parts(len(ids_t))
         return TokenBatch(
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
             heads=self._heads(),
             experts=experts_kernel(self.model.config, self.mesh),
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
-            num_column_parts=self.num_column_parts(len(ids_t)),
-            num_row_chunks=num_row_chunks(len(ids_t)) if self.overlaps_sums else 1,
+            num_row_chunks=num_chunks,
+            num_column_parts=num_parts,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
@@ -548,10 +549,9 @@ class Step:
         sharding = self._sharding(PartitionSpec(None, None, MODEL_AXIS if dp_size > 1 else None))
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    def num_column_parts(self, num_tokens: int) -> int:
-        """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        num_rows = num_tokens // num_row_chunks(num_tokens)
-        return num_column_parts(num_rows, self.model.config.hidden_size) if self.overlaps_sums else 1
+    def state_parts(self, num_tokens: int) -> tuple[int, int]:
+        """Return the chunks of the hidden states' rows and the parts of their columns; see `RowChunks`."""
+        return state_parts(num_tokens, self.model.config, num_shards(self.mesh)) if self.overlaps_sums else (1, 1)
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         if self.slots is not None:

@@ -409,7 +409,8 @@ class PlannedStepTimes:
             return 0.0
         num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # sums have padding
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
-        whole_s, chunks = self.exchange_s(link_bytes), num_row_chunks(num_tokens)
+        layer_weights = sum((self.matrices or {}).values()) // n
+        whole_s, chunks = self.exchange_s(link_bytes), num_row_chunks(num_tokens, layer_weights)
         parts = num_column_parts(num_tokens // chunks, self.hidden_size)
         if self.messages is not None:
             num_sums = num_layers - self.messages.num_layers + 2

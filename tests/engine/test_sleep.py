@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine.executor import SLEEP_TAGS
-from jpaged.errors import DeadlineExceeded, InvalidArgument, Unavailable, Unsupported
+from jpaged.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable, Unsupported
 from jpaged.testing import FakeAdapter, FakeExecutor, SeveralStepsExecutor, expected_tokens, with_adapters
 from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.data_parallel.fleet import Fleet
@@ -147,6 +147,49 @@ def test_kept_requests_end_before_a_shutdown() -> None:
         assert h.tokens("a") == expected_tokens(PROMPT, 4)
     finally:
         h.engine.stop()
+
+
+def test_kept_requests_of_an_engine_that_sleeps_are_aborted_before_a_shutdown() -> None:
+    h = Harness()
+    h.engine.start()
+    try:
+        h.submit("a", PROMPT, max_tokens=4)
+        h.engine.sleep(1, "keep").result(60)
+        assert h.engine.drain(60)
+        assert finish_reason(h, "a") is FinishReason.ABORT
+    finally:
+        h.engine.stop()
+
+
+def test_memory_that_cannot_be_restored_stays_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    done(h, h.engine.sleep(2))
+    sleeper: Any = h.executor.sleeper
+
+    def fail(tag: str) -> None:
+        raise NotFound(f"no file of the {tag}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sleeper, "wake_up", fail)
+        with pytest.raises(NotFound, match="no file of the weights"):
+            done(h, h.engine.wake_up())
+    assert h.engine.asleep == set(SLEEP_TAGS) and h.engine.sleep_level == 2
+    with pytest.raises(Unavailable):
+        h.submit("a", PROMPT, max_tokens=2)
+    assert done(h, h.engine.wake_up()) is True
+    assert not h.engine.asleep and h.engine.sleep_level == 0
+
+
+def test_no_memory_is_released_while_prefixes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness(executor=FakeExecutor(num_host_blocks=20))
+    held: Any = h.engine._loop.memory.held
+    with monkeypatch.context() as patch:
+        patch.setattr(type(held), "tables", lambda self: iter([object()]))
+        with pytest.raises(Unavailable, match="prefixes are being transferred"):
+            done(h, h.engine.sleep(1))
+    assert not h.engine.asleep
+    done(h, h.engine.sleep(1))
+    assert h.engine.asleep == set(SLEEP_TAGS)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache.blocks import root_block_hash
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
@@ -23,6 +25,7 @@ from jpaged.testing import (
 from jpaged.types import FinishReason, LoadedAdapter, WeightVersionRun
 from tests.engine.data_parallel.fleet import Fleet
 from tests.engine.harness import Harness
+from tests.engine.kv_cache.offload.disks import Server
 
 PROMPT = list(range(10, 24))
 
@@ -215,9 +218,8 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 
 
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
-    h = Harness()
+    h, unknown = Harness(), cast("PauseMode", "stop")
     h.submit("a", PROMPT, max_tokens=4)
-    unknown: Any = "stop"
     for call, problem in (
         (lambda: h.engine.update_weights("other", "abort"), "is not a FakeUpdate"),
         (lambda: h.engine.update_weights(FakeUpdate(1), unknown), "mode: 'stop' is not one of"),
@@ -283,29 +285,53 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
     assert fleet.tokens("c") == expected_tokens(PROMPT, 4, weight=3)
 
 
-def test_no_answer_mixes_versions_while_many_requests_run() -> None:
-    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=4), num_scheduler_steps=2, max_num_queued_reqs=256)
+@pytest.mark.parametrize(("num_requests", "num_updates"), [(40, 5), pytest.param(10_000, 50, marks=pytest.mark.long)])
+def test_no_answer_mixes_versions_and_none_is_lost(num_requests: int, num_updates: int) -> None:
+    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=8), num_scheduler_steps=2, max_num_queued_reqs=num_requests)
+    between, num_tokens = num_requests // num_updates, 6
     h.engine.start()
     try:
-        futures: list[Future[str]] = []
-        for number in range(60):
-            if number % 10 == 5:
-                if futures:
-                    futures[-1].result(60)
-                futures.append(h.engine.update_weights(FakeUpdate(number)))
-            h.submit(str(number), PROMPT[number % 7 :], max_tokens=12)
-        futures[-1].result(60)
-        assert h.engine.drain(60)
+        updates: list[Future[str]] = []
+        for number in range(num_requests):
+            h.submit(str(number), PROMPT[number % 7 :], max_tokens=num_tokens)
+            if number % between == between // 2:
+                if updates:
+                    updates[-1].result(60)
+                updates.append(h.engine.update_weights(FakeUpdate(number)))
+        assert [update.result(60) for update in updates] == [str(n + 1) for n in range(num_updates)]
+        assert h.engine.drain(600)
     finally:
         h.engine.stop()
-    weights = {"0": 0, **{str(index + 1): 10 * index + 5 for index in range(6)}}
-    for number in range(60):
-        tokens, prompt = h.tokens(str(number)), PROMPT[number % 7 :]
-        begin = 0
-        for version, num_tokens in h.last(str(number)).weight_versions:
-            known = tokens[:begin]
-            assert tokens[begin : begin + num_tokens] == expected_tokens(
-                prompt + known, num_tokens, weight=weights[version]
+    weights = {"0": 0, **{str(n + 1): n * between + between // 2 for n in range(num_updates)}}
+    seen: dict[tuple[object, ...], list[int]] = {}
+    for number in range(num_requests):
+        tokens, prompt, begin = h.tokens(str(number)), PROMPT[number % 7 :], 0
+        for version, count in h.last(str(number)).weight_versions:
+            key = (number % 7, *tokens[:begin], weights[version], count)
+            wanted = seen.setdefault(
+                key, expected_tokens(prompt + tokens[:begin], count, weight=weights[version]) if key not in seen else []
             )
-            begin += num_tokens
-        assert begin == 12
+            assert tokens[begin : begin + count] == wanted
+            begin += count
+        assert begin == num_tokens
+
+
+def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> None:
+    prompt = [n % 100 for n in range(26)]
+
+    def run(weights: list[int]) -> list[int]:
+        """One life of a server; what each request finds, with the first weights and after each update."""
+        server = Server(tmp_path)
+        found = [server.ask("0", prompt)]
+        for number, weight in enumerate(weights, start=1):
+            updated(server.h, FakeUpdate(weight))
+            found.append(server.ask(str(number), prompt, weight=weight))
+            server.run()
+        assert server.h.engine.drain(60)
+        server.stop()
+        return found
+
+    assert run([3]) == [0, 0]
+    first, second, again = run([4, 3])  # "1" was of other weights in the first life, and so was "2"
+    assert first > 0 and (second, again) == (0, 0)
+    assert run([3])[1] > 0  # the same name of the same weights

@@ -3,8 +3,6 @@
 import asyncio
 import base64
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ import ml_dtypes
 import numpy as np
 import openai
 import pytest
-from numpy.typing import NDArray
 
 from jpaged.client import AsyncClient
 from jpaged.testing import ByteTokenizer, with_adapters
-from jpaged.types import Pooling
-from tests.server.harness import Harness, eventually, running
+from tests.server.harness import FakePooler, Harness, eventually, running
 
 
 def openai_of(harness: Harness) -> openai.AsyncOpenAI:
@@ -239,25 +235,6 @@ async def test_a_caller_that_leaves_ends_all_its_requests() -> None:
         await eventually(lambda: harness.num_open_calls == 0)
         harness.faults.release()
         await eventually(lambda: harness.num_blocks_used == 0)
-
-
-@dataclass
-class FakePooler:
-    """Takes the first numbers of a hidden state, as many as there are labels, and doubles them for an activation."""
-
-    labels: tuple[str, ...] = ()
-    width: int | None = None
-    pooling: Pooling = "mean"
-    normalizes: bool = False
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    can_shorten: bool = False
-
-    def apply(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        return values[: self.width]
-
-    def activate(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        return 2 * logits
 
 
 class PairTokenizer(ByteTokenizer):

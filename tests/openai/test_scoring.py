@@ -393,6 +393,13 @@ async def test_a_line_of_many_parts_is_several_calls_and_one_answer():
     assert body["usage"]["prompt_tokens"] == 5 * len(texts)
 
 
+async def test_scores_that_make_too_large_an_answer_are_refused():
+    line = Line(1, "a", SCORE, {"prompt": "p", "continuations": ["x" * 100]})
+    with pytest.raises(InvalidArgument, match=r"^continuations: 1 with 100 tokens make .* over the limit of"):
+        await Answers(MODEL, max_bytes=1000).answer(FakeServer(), line)
+    assert (await Answers(MODEL, max_bytes=1 << 20).answer(FakeServer(), line)).prompt_tokens == 101
+
+
 SCORING_BODIES: list[tuple[str, dict[str, Any]]] = [
     (EMBEDDINGS, {"input": "ab"}),
     (SCORE, {"prompt": "p", "continuations": ["x", [1, 2]]}),

@@ -170,6 +170,30 @@ async def test_a_server_that_was_away_undoes_what_was_undone_meanwhile(adapter):
         assert await has_pin(second, "q")
 
 
+@pytest.mark.parametrize(("most", "left"), [(2, set()), (1, {"q"})])
+async def test_what_servers_did_without_the_router_is_undone_up_to_a_number_of_calls(monkeypatch, most, left):
+    monkeypatch.setattr(aggregate, "_MAX_UNDONE", most)
+    async with (
+        server() as first,
+        server() as second,
+        wire(second.port) as cut,
+        routed(first.target, cut.target) as router,
+        router.client() as client,
+    ):
+        for one in (first, second):
+            async with AsyncClient(one.target) as direct:
+                for name in ("p", "q"):
+                    await direct.pin_prefix(name, PREFIX)
+        cut.kill()
+        await router.until(1)
+        await client.unpin_prefix("p")
+        await client.unpin_prefix("q")
+        cut.restart()
+        await router.until(2)
+        assert {name for name in ("p", "q") if await has_pin(second, name)} == left
+        assert not await has_pin(first, "p")
+
+
 async def test_what_is_done_again_and_undone_again_is_undone_where_it_was_done_first(adapter):
     async with (
         server() as first,

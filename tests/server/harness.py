@@ -1,14 +1,16 @@
 """Starts the real server in this process, on a free port, with a real engine over the fake executor."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
+from numpy.typing import NDArray
 
 from jpaged._proto.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jpaged.config import EngineConfig
@@ -23,7 +25,7 @@ from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel, Pooler
 from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
-from jpaged.types import ModelInfo
+from jpaged.types import ModelInfo, Pooling
 
 EOS = ByteTokenizer.EOS
 MODEL = ModelInfo(
@@ -95,6 +97,25 @@ def read_fake(path: str) -> FakeAdapter:
         return FakeAdapter(int(Path(path).read_text()))
     except ValueError as error:
         raise InvalidArgument("lora", f"{path} holds no number") from error
+
+
+@dataclass
+class FakePooler:
+    """Takes the first numbers of a hidden state, as many as there are labels, and doubles them for an activation."""
+
+    labels: tuple[str, ...] = ()
+    width: int | None = None
+    pooling: Pooling = "mean"
+    normalizes: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    can_shorten: bool = False
+
+    def apply(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values[: self.width]
+
+    def activate(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return 2 * logits
 
 
 def make_serving(

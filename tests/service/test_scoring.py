@@ -1,25 +1,33 @@
 """Scores and embeddings as requests: what is refused before anything runs, and which tokens a continuation is."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
+from jpaged.sampling_params import PoolingParams
 from jpaged.service.input_processor import InputProcessor
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import (
     MAX_PARTS,
     MAX_SCORE_SIZE,
+    VectorOptions,
     continued,
     embeddable,
+    get_class_output,
     get_embedding,
+    get_pair_output,
+    get_pooling_output,
     get_score,
     require_parts,
     require_score_size,
 )
 from jpaged.testing import ByteTokenizer, FakeExecutor
 from jpaged.types import PositionLogprobs, Prompt, RequestOutput, TokenLogprob, Usage
-from tests.server.harness import make_serving
+from tests.server.harness import FakePooler, make_serving
 
 
 class Merging(ByteTokenizer):
@@ -141,3 +149,80 @@ def test_a_vector_is_scaled_where_that_is_wanted_and_not_where_it_has_no_length(
     assert get_embedding(output(embedding=(0.0, 0.0)), normalize=True).values == (0.0, 0.0)
     with pytest.raises(InternalError, match="'r' has no pooled hidden states"):
         get_embedding(output())
+
+
+HIDDEN = RequestOutput("a", None, (1, 2), (), Usage(2, 0, 1), embedding=(3.0, 4.0, 12.0))
+
+
+def model_with(*labels: str) -> LoadedModel:
+    pooler = FakePooler(labels, len(labels)) if labels else None
+    return replace(make_serving(FakeExecutor(), EngineConfig.load({})), pooler=pooler)
+
+
+def test_a_classification_is_activated_unless_that_is_turned_off():
+    model = model_with("no", "yes")
+    found = get_class_output(model, HIDDEN, PoolingParams())
+    assert (found.request_id, found.outputs.probs, found.outputs.num_classes) == ("a", (6.0, 8.0), 2)
+    assert found.prompt_token_ids == (1, 2)
+    plain = get_class_output(model, HIDDEN, PoolingParams(use_activation=False))
+    assert plain.outputs.probs == (3.0, 4.0)
+    pair = get_pair_output(model_with("score"), HIDDEN, PoolingParams())
+    assert (pair.request_id, pair.outputs.score, pair.prompt_token_ids) == ("a", 6.0, (1, 2))
+    with pytest.raises(Unsupported, match="no classification head"):
+        get_class_output(model_with(), HIDDEN, PoolingParams())
+    with pytest.raises(InternalError, match="'a' has no pooled hidden states"):
+        get_class_output(model, replace(HIDDEN, embedding=None), PoolingParams())
+
+
+def test_a_pooled_vector_is_that_of_the_models_layers_unless_a_pooling_is_given():
+    pooler = FakePooler(width=2)
+    for params, values in (
+        (PoolingParams(), (0.6, 0.8)),
+        (PoolingParams(use_activation=False), (3.0, 4.0)),
+        (PoolingParams(use_activation=False, dimensions=1), (3.0,)),
+    ):
+        found = get_pooling_output(HIDDEN, VectorOptions.of_encode(params, None), pooler)
+        assert list(found.outputs.data) == pytest.approx(list(values))
+        assert found.num_cached_tokens == HIDDEN.usage.cached_tokens
+        assert found.prompt_token_ids == (1, 2)
+    whole = get_pooling_output(HIDDEN, VectorOptions("last", normalize=False), pooler)
+    assert whole.outputs.data == (3.0, 4.0, 12.0)
+    assert VectorOptions().embedding(replace(pooler, normalizes=True), HIDDEN).values == pytest.approx((0.6, 0.8))
+    assert VectorOptions().embedding(pooler, HIDDEN).values == (3.0, 4.0)
+
+
+def test_hidden_states_of_tokens_are_an_array_of_which_each_row_has_length_one():
+    states: Any = memoryview(np.array([3, 4, 0, 0], np.float32).tobytes()).cast("f")
+    output = replace(HIDDEN, embedding=states)
+    found = get_pooling_output(output, VectorOptions.of_encode(PoolingParams(), "token_embed"), None)
+    assert isinstance(found.outputs.data, np.ndarray)
+    assert found.outputs.data.tolist() == [[np.float32(0.6), np.float32(0.8)], [0, 0]]
+    plain = VectorOptions.of_encode(PoolingParams(use_activation=False), "token_embed")
+    data = get_pooling_output(output, plain, None).outputs.data
+    assert isinstance(data, np.ndarray) and data.tolist() == [[3, 4], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "pooler", "problem"),
+    [
+        (VectorOptions(), FakePooler(("no", "yes"), 2), "classifies texts"),
+        (VectorOptions("mean"), FakePooler(("no", "yes"), 2), None),
+        (VectorOptions(prompt_name="x"), None, "'x' is not a prompt of this model: none"),
+        (VectorOptions(prompt_name="x"), FakePooler(), "'x' is not a prompt of this model: none"),
+        (VectorOptions(prompt_name="x"), FakePooler(prompts={"y": "", "z": ""}), "of this model: y, z"),
+        (VectorOptions(prompt_name="y"), FakePooler(prompts={"y": ""}), None),
+        (VectorOptions(dimensions=3), None, None),
+        (VectorOptions(dimensions=2), None, "2 is not supported: the model's vectors have 3 dimensions"),
+        (VectorOptions(dimensions=2), FakePooler(width=2), None),
+        (VectorOptions(dimensions=3), FakePooler(width=2), "have 2 dimensions"),
+        (VectorOptions("last", dimensions=3), FakePooler(width=2), None),
+        (VectorOptions(dimensions=1), FakePooler(width=2, can_shorten=True), None),
+        (VectorOptions(dimensions=3), FakePooler(width=2, can_shorten=True), "have 2 or fewer dimensions"),
+    ],
+)
+def test_options_of_a_vector_must_fit_the_model(options, pooler, problem):
+    if problem is None:
+        options.check(pooler, 3)
+    else:
+        with pytest.raises((InvalidArgument, Unsupported), match=problem):
+            options.check(pooler, 3)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,9 @@ from jpaged.access.authenticator import CallContext, enter
 from jpaged.access.keys import ApiKey, Role
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable
+from jpaged.service import loaded_model
 from jpaged.service.calls import Call
+from jpaged.service.loaded_model import IgnoredFields, RoleCounts
 from jpaged.service.service import BlockingPools, Service, ServiceState, Stage
 from jpaged.testing import ByteTokenizer, FakeExecutor, Faults, expected_tokens
 from jpaged.types import FinishReason, Prompt, SamplingParams
@@ -150,3 +153,34 @@ async def test_a_prefix_is_pinned_for_the_tenant_of_the_key_however_long_it_is(l
 
     await asyncio.create_task(act())
     model.engine.stop()
+
+
+def test_unknown_fields_are_logged_once_and_beyond_a_number_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    fields = IgnoredFields()
+    fields.add(f"field{i}" for i in range(64))
+    fields.add(["field0", "more", "most"])
+    assert len(caplog.records) == 64 and "'field63'" in caplog.records[-1].getMessage()
+    assert (fields.counts["field0"], fields.counts["field1"], fields.counts["other"]) == (2, 1, 2)
+    assert len(fields.counts) == 65
+
+
+def test_failures_of_a_reason_are_counted_and_logged_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(loaded_model, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    counts = RoleCounts()
+    for pause_s, error in ((0.0, TimeoutError()), (9.9, TimeoutError()), (0.1, Unavailable("no server"))):
+        now[0] += pause_s
+        counts.failed("prefill", error)
+    counts.failed("transfer", TimeoutError("late"))
+    counts.here("short")
+    counts.add(num_asked=2, prefill_wait_s=0.5)
+    counts.add(num_asked=1)
+    assert [one.getMessage().rpartition("(")[2] for one in caplog.records] == [
+        "1 so far): TimeoutError",
+        "3 so far): no server",
+        "1 so far): late",
+    ]
+    assert (counts.num_failed, counts.num_here) == ({"prefill": 3, "transfer": 1}, {"short": 1})
+    assert (counts.load().num_asked, counts.load().prefill_wait_s) == (3, 0.5)

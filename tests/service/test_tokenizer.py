@@ -245,3 +245,45 @@ def test_a_chat_gets_the_tokenizers_special_tokens_on_demand(parses):
     plain = tokenizer.chat_ids(messages, ChatOptions(), max_bytes=1000)
     marked = tokenizer.chat_ids(messages, ChatOptions(add_special_tokens=True), max_bytes=1000)
     assert marked == [END, *plain]
+
+
+def joining(pair):
+    """A tokenizer of words of one letter, of which "a" is 2, that joins two texts."""
+    words = {"[C]": 0, "[S]": 1, "a": 2, "b": 3}
+    fast = Tokenizer(models.WordLevel(words, unk_token="a"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.post_processor = processors.TemplateProcessing(
+        single="[C] $A [S]", pair=pair, special_tokens=[("[C]", 0), ("[S]", 1)]
+    )
+    return HuggingFaceTokenizer(FOLDER, parts=replace(read_parts(FOLDER), fast=fast))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "limit", "kept"),
+    [
+        (4, 2, None, (4, 2)),
+        (4, 2, 9, (4, 2)),
+        (4, 2, 8, (3, 2)),
+        (4, 2, 7, (2, 2)),
+        (4, 2, 6, (2, 1)),
+        (4, 2, 5, (1, 1)),
+        (2, 4, 8, (2, 3)),
+        (2, 4, 6, (1, 2)),
+        (3, 3, 8, (2, 3)),
+        (3, 3, 7, (2, 2)),
+    ],
+)
+def test_a_pair_is_cut_at_the_end_of_its_longer_text(first, second, limit, kept):
+    tokenizer = joining("[C] $A [S] $B:1 [S]:1")
+    token_ids, start = tokenizer.encode_pair("a " * first, "b " * second, limit)
+    assert token_ids == [0, *[2] * kept[0], 1, *[3] * kept[1], 1]
+    assert start == 2 + kept[0]
+
+
+def test_a_pair_needs_a_fast_tokenizer_and_room_for_both_texts():
+    assert joining("[C] $A [S] $B [S]").encode_pair("a", "b") == ([0, 2, 1, 3, 1], None)
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens: leaves no token of each text"):
+        joining("[C] $A [S] $B [S]").encode_pair("a a", "b b", 4)
+    slow = HuggingFaceTokenizer(FOLDER, parts=replace(read_parts(FOLDER), fast=None))
+    with pytest.raises(Unsupported, match="is not a fast one"):
+        slow.encode_pair("a", "b")

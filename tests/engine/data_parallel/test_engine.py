@@ -173,6 +173,92 @@ def test_what_cannot_be_pinned_says_why():
     fleet.run()
 
 
+# --- pauses, commands -------------------------------------------------------------------------------------------------
+
+
+def test_a_pause_holds_for_every_replica():
+    fleet = Fleet(2)
+    for name in ("a", "b"):
+        fleet.submit(name, [ord(name)] * 6, max_tokens=8)
+    assert {fleet.where("a"), fleet.where("b")} == {0, 1}
+    paused = fleet.replicas.pause("keep")
+    fleet.replicas.step()
+    paused.result(timeout=0)
+    assert [engine.is_paused for engine in fleet.engines] == [True, True] and fleet.replicas.is_paused
+    for _ in range(3):
+        fleet.replicas.step()
+    assert not fleet.events["a"] and not fleet.events["b"]
+    resumed = fleet.replicas.resume()
+    fleet.run()
+    resumed.result(timeout=0)
+    assert not fleet.replicas.is_paused
+    assert [len(fleet.tokens(name)) for name in ("a", "b")] == [8, 8]
+    fleet.submit("c", [3] * 6, max_tokens=40)
+    fleet.replicas.pause()
+    fleet.replicas.step()
+    assert fleet.last("c").finish.reason is FinishReason.ABORT
+
+
+def test_memory_is_released_and_restored_in_every_replica():
+    fleet = Fleet(2, engine_options={"enable_sleep_mode": True})
+    fleet.replicas.pin_prefix("system", PREFIX)
+    fleet.run()
+    calls = fleet.replicas.sleep(0), fleet.replicas.resume()
+    fleet.run()
+    assert [call.result(timeout=0) for call in calls] == [None, None]
+    assert fleet.replicas.sleep_level == 0 and not fleet.replicas.asleep
+    asleep = fleet.replicas.sleep(2)
+    fleet.replicas.step()
+    asleep.result(timeout=0)
+    assert [engine.sleep_level for engine in fleet.engines] == [2, 2]
+    assert fleet.replicas.sleep_level == 2 and fleet.replicas.asleep == {"weights", "kv_cache"}
+    part = fleet.replicas.wake_up(["weights"])
+    fleet.replicas.step()
+    assert part.result(timeout=0) is False and fleet.replicas.asleep == {"kv_cache"}
+    rest = fleet.replicas.wake_up()
+    fleet.run()
+    assert rest.result(timeout=0) is True and not fleet.replicas.asleep and fleet.replicas.sleep_level == 0
+    assert not fleet.replicas.unpin_prefix("system")
+    fleet.replicas.pin_prefix("system", PREFIX)
+    fleet.run()
+
+
+def test_a_command_is_done_when_the_last_replica_has_run_it():
+    fleet, calls = Fleet(2), []
+    done = fleet.replicas.call_soon(lambda: calls.append(1))
+    fleet.engines[0].step()
+    assert not done.done() and len(calls) == 1
+    fleet.engines[1].step()
+    assert done.result(timeout=0) is None and len(calls) == 2
+
+
+def test_a_command_that_fails_or_never_runs_says_so():
+    fleet = Fleet(2)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    failing = fleet.replicas.call_soon(fail)
+    for engine in fleet.engines:
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert isinstance(failing.exception(timeout=0), ZeroDivisionError)
+    fleet = Fleet(2)
+    fleet.replicas.stop()
+    assert fleet.replicas.call_soon(lambda: None).cancelled()
+
+
+def test_a_failure_from_outside_ends_the_requests_of_every_replica():
+    fleet = Fleet(2)
+    for name in ("a", "b"):
+        fleet.submit(name, [ord(name)] * 6, max_tokens=40)
+    fleet.replicas.start()
+    fleet.replicas.fail(InternalError("the device is gone"))
+    fleet.replicas.stop()
+    for name in ("a", "b"):
+        assert "the device is gone" in str(fleet.last(name).error)
+
+
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,12 @@
 """A deadline ends its request once, counts as one cause whoever saw it first, and leaves nothing behind."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from jpaged.engine.deadlines import is_over
+from jpaged.engine.deadlines import Deadlines, is_over
 from jpaged.errors import DeadlineExceeded, QueueFull
 from jpaged.testing import FakeExecutor
 from jpaged.types import Request, SamplingParams
@@ -28,6 +32,26 @@ def test_what_is_kept_of_deadlines_is_bounded_by_the_requests_in_flight():
         assert len(h.engine._loop._deadlines._heap) <= 4
     h.run()
     assert len(h.engine._loop._deadlines._heap) == 0
+
+
+def test_the_earliest_deadline_is_known_without_looking_at_those_that_were_forgotten():
+    deadlines = Deadlines()
+    groups: list[Any] = [SimpleNamespace(arrival=i) for i in range(4)]
+    assert deadlines.next_s == math.inf
+    for group, deadline_s in zip(groups, (5.0, 3.0, 9.0, 9.0), strict=True):
+        deadlines.add(group, deadline_s)
+    assert deadlines.next_s == 3.0 and not list(deadlines.expired(2.9))
+    deadlines.discard(groups[1])
+    deadlines.discard(groups[1])
+    assert not list(deadlines.expired(4.0)) and deadlines.next_s == 5.0
+    assert list(deadlines.expired(5.0)) == groups[:1] and deadlines.next_s == 9.0
+    deadlines.discard(groups[0])
+    assert list(deadlines.expired(10.0)) == groups[2:] and deadlines.next_s == math.inf
+    for group in groups[2:]:
+        deadlines.discard(group)
+    deadlines.add(groups[1], 20.0)
+    deadlines.discard(groups[1])
+    assert deadlines.next_s == math.inf
 
 
 @pytest.mark.parametrize("how", ["abort", "drop"])

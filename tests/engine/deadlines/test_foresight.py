@@ -157,6 +157,30 @@ def test_the_least_times_are_those_of_eight_dispatches_together():
     assert times.seconds(640, 0) == pytest.approx(10 * 7 / 8)
 
 
+def test_least_times_of_other_sizes_follow_from_those_that_ran():
+    times = StepTimeFloor(1024)
+
+    def observe(num_tokens: int, seconds: float, count: int = 8) -> None:
+        for _ in range(count):
+            times.observe(num_tokens, 1, seconds)
+
+    observe(40, 0.25)  # padded to 64
+    assert times.seconds(1024, 0) == pytest.approx(0.25)  # a larger step takes as long at least
+    assert times.seconds(0, 1) == pytest.approx(0.25 / 8)  # and a smaller one its part
+    observe(40, 0.5)
+    assert times.seconds(1024, 0) == pytest.approx(0.25)
+    observe(1, 0.125)
+    assert times.seconds(0, 4) == pytest.approx(0.5)
+    observe(1024, 2.048, 7)
+    observe(8, 0.5, 1)  # another size between
+    observe(1024, 2.048, 7)
+    assert times.seconds(1024, 0) == pytest.approx(0.25)
+    observe(1024, 2.048, 1)
+    assert times.seconds(1024, 1) == pytest.approx(2.048 + 0.125)
+    observe(1024, 1.024)
+    assert times.seconds(512, 0) == pytest.approx(0.512)
+
+
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(0, 5),  # whose prompt it is: some begin alike

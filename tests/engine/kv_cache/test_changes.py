@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from jpaged.engine.kv_cache.events import KVEventRecorder
+from jpaged.engine.kv_cache import events
+from jpaged.engine.kv_cache.events import ConnectorKVEvents, KVEventRecorder
 from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
 from jpaged.kvevents.directory import Directory
 from jpaged.kvevents.encoding import Encoder, decode, to_hash
@@ -148,3 +152,131 @@ def test_nothing_is_noted_where_nobody_wants_to_know():
     changes = prefixes_of(h).changes
     assert not changes.is_on and not changes._changes
     assert h.engine.load().num_kv_events == 0
+
+
+# --- stores below memory ----------------------------------------------------------------------------------------------
+
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+class Store:
+    """Keys of a store, and who is told of removals."""
+
+    def __init__(self, *keys: bytes) -> None:
+        self.keys, self.is_on = set(keys), True
+        self.num_lookups = 0
+        self.note: Callable[[bytes | None], None] = lambda key: None
+
+    def add_removal_listener(self, note: Callable[[bytes | None], None]) -> None:
+        self.note = note
+
+    def lookup(self, key: bytes) -> bool:
+        self.num_lookups += 1
+        return self.is_on and key in self.keys
+
+    def remove(self, *keys: bytes) -> None:
+        for key in keys:
+            self.keys.remove(key)
+            self.note(key)
+
+    def reset(self) -> None:
+        self.keys.clear()
+        self.note(None)
+
+
+class Published:
+    """What is published of a store, while memory has these keys; `take` is what is new."""
+
+    def __init__(self, store: Store, *in_memory: bytes, is_on: bool = True) -> None:
+        self.recorder, self.told, self.memory = KVEventRecorder(), Told(), set(in_memory)
+        if is_on:
+            self.recorder.publish_to(self.told)
+        given: Any = store
+        self.events = ConnectorKVEvents(given, "disk", self.recorder, self.memory.__contains__)
+
+    def take(self) -> list[tuple[str, bytes]]:
+        self.recorder.flush()
+        found = [(type(one).__name__, one.key) for one in self.told.changes]
+        self.told.changes.clear()
+        return found
+
+
+def test_a_key_is_published_once_memory_and_the_store_have_it() -> None:
+    store = Store(KEYS[0], KEYS[1])
+    published = Published(store, KEYS[0], KEYS[2])
+    for key in (*KEYS, KEYS[0]):
+        published.events.may_hold(key)
+    assert published.take() == [("Stored", KEYS[0])]
+    published.memory.add(KEYS[1])
+    published.events.may_hold(KEYS[1])
+    assert published.take() == [("Stored", KEYS[1])] and not published.events.is_busy
+
+
+def test_nothing_is_looked_up_for_nobody() -> None:
+    store = Store(KEYS[0])
+    published = Published(store, KEYS[0], is_on=False)
+    published.events.may_hold(KEYS[0])
+    assert store.num_lookups == 0 and not published.take()
+
+
+def test_removals_are_published_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_MAX_REMOVED", 2)
+    store = Store(*KEYS)
+    published = Published(store, *KEYS[:3])
+    for key in KEYS:
+        published.events.may_hold(key)
+    published.take()
+    store.remove(*KEYS)
+    assert published.events.is_busy and not published.take()
+    published.events.advance()
+    first = published.take()
+    assert published.events.is_busy and len(first) == 2
+    published.events.advance()
+    assert {*first, *published.take()} == {("Removed", key) for key in KEYS[:3]} and not published.events.is_busy
+    published.events.advance()
+    assert not published.take()
+
+
+def test_a_key_that_came_again_was_not_removed() -> None:
+    store = Store(KEYS[0])
+    published = Published(store, KEYS[0])
+    published.events.may_hold(KEYS[0])
+    store.remove(KEYS[0])
+    store.keys.add(KEYS[0])
+    published.events.advance()
+    assert published.take() == [("Stored", KEYS[0])]
+
+
+def test_a_key_that_goes_while_it_is_published_is_not() -> None:
+    store = Store(KEYS[0])
+    published = Published(store)
+
+    def is_in_memory(key: bytes) -> bool:
+        store.keys.discard(key)
+        return True
+
+    published.events._is_in_memory = is_in_memory
+    published.events.may_hold(KEYS[0])
+    assert not published.take()
+    store.keys.add(KEYS[0])
+    published.events._is_in_memory = lambda key: True
+    published.events.may_hold(KEYS[0])
+    assert published.take() == [("Stored", KEYS[0])]
+
+
+@pytest.mark.parametrize("way", ["reset", "off"])
+def test_a_store_that_loses_all_keys_is_told_of_as_empty(way: str) -> None:
+    store = Store(*KEYS[:2])
+    published = Published(store, *KEYS)
+    for key in KEYS:
+        published.events.may_hold(key)
+    published.take()
+    if way == "reset":
+        store.reset()
+        assert published.events.is_busy
+    else:
+        store.is_on = False
+    published.events.advance()
+    assert sorted(published.take()) == [("Removed", key) for key in KEYS[:2]]
+    published.events.advance()
+    assert not published.take() and not published.events.is_busy

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jpaged.engine.executor.io import MASK_BITS, NUM_SINGLES
-from jpaged.engine.scheduler.logits_processors import CountSlots, build_mask
+from jpaged.engine.scheduler.logits_processors import CountSlots, build_mask, nothing_left
 from jpaged.engine.sequence import Sequence
 from jpaged.testing import FakeExecutor, SeveralStepsExecutor
 from jpaged.testing.fake_executor import seeing
@@ -187,3 +188,42 @@ def test_the_longest_lists_have_room() -> None:
     h.submit("a", [1], max_tokens=2, logit_bias=dict.fromkeys(range(300), -100.0), bad_words=words)
     h.run()
     assert len(h.tokens("a")) == 2 and NUM_SINGLES >= 300 + 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bad_words", "output", "problem"),
+    [
+        ({"allowed_token_ids": [3], "min_tokens": 2}, (), (), "2 forbids .* allowed_token_ids is an end.*: .* token 1"),
+        ({"allowed_token_ids": [3], "min_tokens": 2}, (), (3,), "2 forbids .* sampled as output token 2"),
+        ({"allowed_token_ids": [3], "min_tokens": 2}, (), (3, 3), None),
+        ({"allowed_token_ids": [0, 3], "min_tokens": 2}, (), (), None),
+        (
+            {"allowed_token_ids": [0, 3], "min_tokens": 1, "stop_token_ids": [0]},
+            (),
+            (),
+            "is a stop token or an end-of-sequence token: no",
+        ),
+        (
+            {"allowed_token_ids": [0, 3], "min_tokens": 1},
+            ((0,),),
+            (),
+            "is an end-of-sequence token, or a bad word: no",
+        ),
+        ({"allowed_token_ids": [0]}, ((0,),), (), "bad_words: forbid every token of allowed_token_ids: .* token 1"),
+        ({"allowed_token_ids": [0]}, ((1, 2, 0),), (), "bad_words: forbid"),  # behind the prompt
+        ({"allowed_token_ids": [0]}, ((1, 2, 0),), (0,), None),
+        ({"allowed_token_ids": [0]}, ((9, 1, 2, 0),), (), None),
+        ({}, ((0,), (1,), (2,), (3,)), (), "bad_words: forbid every token: no"),
+        ({}, ((0,), (1,), (2,)), (), None),
+        ({"min_tokens": 1}, ((0,), (1,), (2,)), (), "1 forbids tokens .* every token is an end"),
+        ({"min_tokens": 1}, ((0,), (1,)), (), None),
+    ],
+)
+def test_fields_that_forbid_every_token_are_named(sampling, bad_words, output, problem):
+    request = Request("a", (1, 2), SamplingParams(**sampling), bad_word_ids=bad_words)
+    error = nothing_left(request, [1, 2, *output], frozenset({3}), 4)
+    if problem is None:
+        assert error is None
+    else:
+        assert error is not None and re.search(problem, str(error))
+        assert error.field == ("sampling.bad_words" if "bad_words:" in problem else "sampling.min_tokens")

@@ -228,3 +228,17 @@ def test_the_device_s_order_is_kept_by_every_array():
     for place, row in enumerate(tokens.rows):
         assert schedule.row_at(row).sequence is schedule.sequences[place]
         assert schedule.row_at(row).output_index == tokens.sequences[place].num_output_tokens - 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_ends_leaves_the_rows_to_the_others(overlap):
+    prompt, seed = [3, 1, 4], 4
+    first, second = (expected_tokens(prompt, 20, seed=seed, sequence_index=i) for i in range(2))
+    place = next(i for i in range(3, 20) if first[i] not in (*first[:i], *second, 5))
+    h = make(overlap=overlap)
+    h.submit("a", prompt, n=2, temperature=1.0, seed=seed, max_tokens=20, stop_token_ids=[first[place]])
+    h.run()
+    assert (h.tokens("a", 0), h.tokens("a", 1)) == (first[: place + 1], second)
+    alone = [inputs.num_rows for inputs in h.executor.inputs[1:]].index(1)
+    assert place <= alone <= place + 1
+    assert all(inputs.num_rows == 1 for inputs in h.executor.inputs[alone + 1 :])

@@ -248,6 +248,13 @@ def test_a_probe_runs_few_tokens_a_row():
     assert max(probes) <= PROBE_TOKENS
 
 
+def test_a_probe_fits_into_the_largest_step():
+    adaptation = run().adaptation
+    adaptation.state = AdaptationState.PROBING
+    assert adaptation.choose(range(4), [8, 1, 8, 8], SIZES[-1] - 4 - 4) == [2, 1, 1, 0]
+    assert adaptation.choose(range(4), [8, 1, 8, 8], SIZES[-1] - 4) == [0, 0, 0, 0]
+
+
 @pytest.mark.long
 def test_a_gain_between_the_marks_changes_nothing():
     """What neither pays much nor costs much does not make the state flap."""

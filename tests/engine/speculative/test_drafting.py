@@ -1,5 +1,6 @@
 """What is proposed is run with its sequence's row, and changes no token, whatever else runs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from jpaged.errors import InternalError
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.engine.harness import Harness
+from tests.engine.proposing import Always, Guesses
 
 PROMPT = [3, 1, 4]
 
@@ -143,3 +145,77 @@ def test_what_was_not_drawn_holds_no_blocks():
         assert all(num_blocks == num_tokens for num_blocks, num_tokens in held)
     load = h.engine.load().speculation
     assert 0 < load.num_accepted_tokens < load.num_draft_tokens
+
+
+# --- what the adaptation is told ------------------------------------------------------------------------------------
+
+
+class Silent(Guesses):
+    """Proposes nothing."""
+
+    def propose(self, sequence_key: int, limit: int) -> list[int]:
+        return []
+
+
+class Noting(Always):
+    """Keeps what it is asked and told."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__(num_speculative_tokens)
+        self.available: list[tuple[int, ...]] = []
+        self.plain: list[tuple[int, int]] = []
+        self.observed: list[tuple[int, int, int]] = []
+
+    def choose(
+        self, sequence_keys: Sequence[int], num_available: Sequence[int], num_other_tokens: int = 0
+    ) -> list[int]:
+        self.available.append(tuple(num_available))
+        return super().choose(sequence_keys, num_available, num_other_tokens)
+
+    def took_plain(self, num_rows: int, num_other_tokens: int, seconds: float) -> None:
+        self.plain.append((num_rows, num_other_tokens))
+
+    def observe(
+        self,
+        sequence_keys: Sequence[int],
+        num_proposals: Sequence[int],
+        num_accepted: Sequence[int],
+        seconds: float,
+        num_other_tokens: int = 0,
+    ) -> None:
+        self.observed.append((len(sequence_keys), sum(num_proposals), num_other_tokens))
+        super().observe(sequence_keys, num_proposals, num_accepted, seconds, num_other_tokens)
+
+
+def noting(num_speculative_tokens: int, proposer: type[Guesses] = Guesses) -> tuple[Harness, Noting]:
+    h, one = harness(), Noting(num_speculative_tokens)
+    drafter: Any = h.engine._loop._drafter
+    drafter._adaptation = one
+    drafter._proposer = proposer(h.outputs, h.executor.geometry.vocab_size)
+    return h, one
+
+
+def test_rows_without_proposals_are_told_of_as_such():
+    h, one = noting(4, Silent)
+    right(h, "a", "b", max_tokens=6)
+    h.run()
+    assert set(one.available) - {()} == {(0, 0)} and not one.observed and not one.plain
+
+
+def test_steps_without_drafts_are_told_of_once_none_was_asked_for():
+    h, one = noting(0)
+    right(h, "a", "b", max_tokens=6)
+    h.run()
+    assert set(one.plain) == {(2, 0)} and len(one.plain) >= 4
+    assert not one.available and not one.observed
+
+
+def test_steps_with_drafts_are_told_of_with_the_prompts_beside_them():
+    h, one = noting(4)
+    right(h, "a")
+    for _ in range(4):
+        h.step()
+    h.submit("b", [9] * 5, max_tokens=1)
+    h.run()
+    assert all(num_rows == 1 and num_run > 0 for num_rows, num_run, _ in one.observed)
+    assert sorted(others for *_, others in one.observed)[-2:] == [0, 5]

@@ -1,13 +1,21 @@
 """Rounds of a draft model: all rows go on by what each was given, and no token changes."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.executor import MAX_NUM_ROUNDS
+from jpaged.engine.executor import MAX_NUM_ROUNDS, BlockMoves, Move
 from jpaged.engine.speculative.controller import LEAST_OFF_STEPS, AdaptationState
-from jpaged.engine.speculative.draft_model import FEW_ROUNDS, PROBE_DISPATCHES, DraftModelSpeculation, SpecRoundPolicy
+from jpaged.engine.speculative.draft_model import (
+    FEW_ROUNDS,
+    PROBE_DISPATCHES,
+    DraftKVState,
+    DraftModelSpeculation,
+    SpecRoundPolicy,
+)
 from jpaged.errors import InternalError
 from jpaged.testing import SeveralStepsExecutor, SpeculatingExecutor, expected_tokens
 from jpaged.testing.fake_steps import accepted_behind
@@ -258,6 +266,67 @@ def test_rounds_that_do_not_pay_end_and_are_tried_again_after_longer_and_longer(
     for _ in range(PROBE_DISPATCHES):
         rule.took(SIZE, 3.0, 2.0)
     assert rule.state(SIZE) is AdaptationState.ON
+
+
+@pytest.mark.parametrize(("tokens", "state"), [(2.0, AdaptationState.OFF), (2.1, AdaptationState.ON)])
+def test_a_probe_is_judged_by_its_gain(tokens: float, state: AdaptationState) -> None:
+    rule = timed()
+    while rule.state(SIZE) is not AdaptationState.OFF:
+        if rule.num_rounds(1, SIZE, 20.0):
+            rule.took(SIZE, 1.5, 2.0)
+        else:
+            rule.took_plain(SIZE, 1.0)
+    while not rule.num_rounds(1, SIZE, 20.0):
+        rule.took_plain(SIZE, 1.0)
+    for _ in range(PROBE_DISPATCHES):
+        assert rule.state(SIZE) is AdaptationState.PROBING
+        rule.took(SIZE, tokens, 2.0)
+    assert rule.state(SIZE) is state
+
+
+def test_rounds_are_doubted_before_they_are_turned_off() -> None:
+    rule, states = timed(), []
+    while rule.num_rounds(1, SIZE, 20.0):
+        rule.took(SIZE, 1.5, 2.0)
+    assert rule.state(SIZE) is AdaptationState.ON
+    while not rule.num_rounds(1, SIZE, 20.0):
+        rule.took_plain(SIZE, 1.0)
+        states.append(rule.state(SIZE))
+    assert states == [AdaptationState.ON] * 2
+    assert rule.num_rounds(1, SIZE, 20.0) == FEW_ROUNDS  # the older rounds are forgotten
+    while rule.state(SIZE) is AdaptationState.ON:
+        rule.took(SIZE, 1.5, 2.0)
+    assert rule.num_rounds(1, SIZE, 20.0) == 0
+
+
+def test_blocks_that_the_draft_has_not_seen_are_computed_from_the_first_one() -> None:
+    state = DraftKVState(harness(block_size=4, num_blocks=16).executor.geometry)
+
+    def row(position: int, *block_ids: int) -> Any:
+        tables_gsm, slot = np.array([[block_ids]]), block_ids[position // 4] * 4 + position % 4
+        return SimpleNamespace(
+            num_rows=1,
+            num_tokens=1,
+            positions_t=np.array([position]),
+            slots_gt=np.array([[slot]]),
+            block_tables_gsm=tables_gsm,
+        )
+
+    def first(position: int, *block_ids: int, num_left: int = 1) -> int:
+        (found,) = state.see(row(position, *block_ids), np.array([num_left], np.int32)).tolist()
+        return int(found)
+
+    assert first(6, 3, 5, 7, num_left=4) == 0
+    assert first(10, 3, 5, 7) == 10
+    state.write(row(6, 3, 5, 7), 1)
+    assert first(10, 3, 5, 7) == 4
+    state.write(row(6, 3, 5, 7), 4)  # to the tenth token, in the third block
+    assert first(7, 3, 7) == 4
+    assert first(8, 3, 5, 7) == 4
+    state.move(BlockMoves(Move.COPY, [5, 9], [10, 11]))
+    assert (first(3, 10), first(3, 11)) == (3, 0)
+    state.move(BlockMoves(Move.SWAP_IN, [1], [10]))
+    assert (first(3, 10), first(3, 5)) == (0, 3)
 
 
 def test_a_machine_that_becomes_slower_turns_nothing_off():

@@ -256,3 +256,7 @@ def test_shares_of_texts_and_of_tokens_count_alike():
     texts.add(b"new", [2] * 20)
     assert texts.num_tokens == 24  # of two halves of the store, the one whose key sorts first gave up its oldest text
     assert texts.tree(b"long") is None
+    texts = SharedTexts(RULE, 4, max_tokens=40)
+    for name in (b"long", b"many", b"many", b"many", b"new"):
+        texts.add(name, [1] * (20 if name == b"long" else 2))
+    assert (texts.num_texts, texts.num_tokens) == (4, 26)  # three of four texts are more than half of the tokens

@@ -167,6 +167,30 @@ def test_tiles_are_the_rows_of_each_matrix_in_turn(counts: tuple[int, ...]) -> N
 _FRACTIONS = MatrixFormat("int4", 32, has_zeros=True, has_whole_zeros=False)
 
 
+MULTIPLIED = {
+    "int8 rows": ("int8", "int8"),
+    "int4 rows": ("int8", "int8"),
+    "int8 groups": ("bfloat16", "bfloat16"),  # a number less its zero point has 9 bits
+    "fp8 rows": ("float8_e4m3fn", "bfloat16"),
+    "fp8 blocks": ("float8_e4m3fn", "bfloat16"),
+    "int8": ("float32", "float32"),
+    "mxfp4": ("float32", "float32"),
+    "fp8": ("float32", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_rounded_rows_are_multiplied_in_the_least_type_that_holds_both(name: str) -> None:
+    matrices, dtype = matrices_of(name, 2, jnp.float32), np.dtype(np.float32)
+    for has_fp8, want in zip((True, False), MULTIPLIED[name], strict=True):
+        found = choose_form(matrices, 8, dtype, are_rounded=True, has_fp8=has_fp8)
+        assert (found.multiplied, found.columns, found.depth) == (np.dtype(want), 26, DEPTH)
+        is_rounded = FORMATS[name].activations is not None
+        assert found.rows_have_scales is is_rounded and found.rows_have_groups is (name == "fp8 blocks")
+    plain = choose_form(matrices, 8, dtype, are_rounded=False, has_fp8=True)
+    assert plain.multiplied == dtype and not plain.rows_have_scales
+
+
 @pytest.mark.parametrize(
     ("matrix", "reason"),
     [
