@@ -65,7 +65,7 @@ def test_nvcc_is_the_given_one_or_that_of_a_package(tmp_path: Path, monkeypatch:
     folder.mkdir(parents=True)
     packaged = script(folder, "exit 0")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(cuda_library.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     assert find_nvcc() == packaged
     given = script(tmp_path, "exit 0")
     assert find_nvcc(given) == given
