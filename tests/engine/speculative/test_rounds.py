@@ -323,9 +323,9 @@ def test_blocks_that_the_draft_has_not_seen_are_computed_from_the_first_one() ->
     state.write(row(6, 3, 5, 7), 4)  # to the tenth token, in the third block
     assert first(7, 3, 7) == 4
     assert first(8, 3, 5, 7) == 4
-    state.move(BlockMoves(Move.COPY, np.array([5, 9]), np.array([10, 11])))
+    state.move(BlockMoves(Move.COPY, [5, 9], [10, 11]))
     assert (first(3, 10), first(3, 11)) == (3, 0)
-    state.move(BlockMoves(Move.SWAP_IN, np.array([1]), np.array([10])))
+    state.move(BlockMoves(Move.SWAP_IN, [1], [10]))
     assert (first(3, 10), first(3, 5)) == (0, 3)
 
 
