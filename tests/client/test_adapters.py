@@ -220,6 +220,7 @@ async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
         assert (output.weight_version, output.weight_versions) == ("100", (("100", 4),))
         with pytest.raises(InvalidArgument, match=r"path: .*nothing"):
             await client.update_weights(str(files / "nothing"))
+        unknown: Any = "stop"
         with pytest.raises(InvalidArgument, match="mode: 'stop' is not one of keep, wait, abort"):
             await client.update_weights(str(files / "a"), mode=unknown)
 

@@ -237,6 +237,7 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
     h, unknown = Harness(), cast("PauseMode", "stop")
     h.submit("a", PROMPT, max_tokens=4)
+    unknown: Any = "stop"
     for call, problem in (
         (lambda: h.engine.update_weights("other", "abort"), "is not a FakeUpdate"),
         (lambda: h.engine.update_weights(FakeUpdate(1), unknown), "mode: 'stop' is not one of"),
