@@ -235,7 +235,7 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 
 
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
-    h, unknown = Harness(), cast("PauseMode", "stop")
+    h = Harness()
     h.submit("a", PROMPT, max_tokens=4)
     unknown: Any = "stop"
     for call, problem in (
