@@ -433,8 +433,8 @@ class LLM(SynchronousModel):
             pooling_params: as in `embed`.
             use_tqdm: as in `generate`.
             lora_request: as in `generate`.
-            pooling_task: "embed", or "token_embed" for an array `[T, E]` of the tokens' hidden states. `pooling_params`
-                with a task take precedence.
+            pooling_task: "embed", "token_embed" for an array `[T, E]` of the tokens' hidden states, or "classify" for
+                the probabilities of labels. `pooling_params` with a task take precedence.
 
         Raises:
             Unsupported: another task.

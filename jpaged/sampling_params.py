@@ -654,9 +654,9 @@ POOLING_TASKS = ("embed", "token_embed")
 
 
 def check_pooling_task(field: str, task: str) -> None:
-    """Raise Unsupported for a task that models have no head for; names the field."""
-    if task not in POOLING_TASKS:
-        known = " and ".join(map(repr, POOLING_TASKS))
+    """Raise Unsupported for a task that no model has a head for; names the field."""
+    if task not in (*POOLING_TASKS, "classify"):
+        known = "'embed', 'token_embed' and 'classify'"
         raise Unsupported(f"{field}: {task!r} is not supported, only {known}: models have no other pooler")
 
 
@@ -669,7 +669,7 @@ class PoolingParams:
         dimensions: keep only the first numbers of each vector, if the model supports it; None keeps all.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         normalize: former name of use_activation.
-        task: None, "embed" or "token_embed"; None for the task of the method.
+        task: None, "embed", "token_embed" or "classify"; None for the task of the method.
     """
 
     use_activation: bool | None = None

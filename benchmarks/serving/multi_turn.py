@@ -12,11 +12,14 @@ does. Both start with nothing cached, and get the same turns. The engine has the
 The second table is the share of each prompt that the prefix cache has, for templates that keep reasoning in history, or
 drop it before the last message of the user.
 
+With `--templates`, a third table has the time to render an agent's conversation of as many tokens with each template of
+a folder: 18 tools, and two calls with their results per turn.
+
 Times are processor time of the thread and of the process that renders, so that other processes of the machine do not
 count: right where it is pinned to one core.
 
     taskset -c 1 python -m benchmarks.serving.multi_turn [--turns 20] [--tokens 30000] [--rounds 9]
-        [--models demo FILE.gguf]
+        [--models demo FILE.gguf] [--templates FOLDER]
 """
 
 from __future__ import annotations
@@ -37,15 +40,17 @@ import numpy as np
 from benchmarks.record import machine, save
 from jpaged import json_text
 from jpaged.build import _gguf_parts
-from jpaged.chat import ChatOptions
+from jpaged.chat import ChatOptions, Tool
 from jpaged.demo import FOLDER
 from jpaged.engine.executor import BucketTable, Geometry
 from jpaged.engine.kv_cache.blocks import BlockHash
 from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.engine.sequence import SequenceGroup
+from jpaged.errors import JpagedError
 from jpaged.openai.request import chat_job, check_values, loaded
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.service.chat.sandbox import template_process
+from jpaged.service.chat.template import ChatTemplate, for_template, read_messages
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.tokenizer import HuggingFaceTokenizer, SegmentCache, SegmentedTokenizer
 from jpaged.types import Request
@@ -270,6 +275,61 @@ def report(name: str, options: argparse.Namespace) -> dict[str, object]:
     return {"model": name if model is None else model.name, "turns": rows, "cached_share": shares}
 
 
+_BYTES_PER_TOKEN = 4
+_TOOLS = 18
+_MAX_BYTES = 1 << 24
+
+
+def agent_conversation(num_turns: int, num_tokens: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages and tools of an agent, of about `num_tokens` tokens of four bytes."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_TEXTS.glob("*.md")))
+    parts = iter(range(0, len(text), 100))
+
+    def take(num_chars: int) -> str:
+        begin = next(parts)
+        return text[begin : begin + num_chars]
+
+    properties = [{f"a{i}": {"type": "string", "description": take(90)} for i in range(5)} for _ in range(_TOOLS)]
+    tools = [
+        Tool(f"tool_{i}", take(800), {"type": "object", "properties": one}).as_json()
+        for i, one in enumerate(properties)
+    ]
+    share = (_BYTES_PER_TOKEN * num_tokens - len(json_text.dumps(tools))) // num_turns
+    messages: list[dict[str, Any]] = []
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": take(share // 4)})
+        for number in range(2 * (turn < num_turns - 1)):
+            call_id, arguments = f"abcd{turn:02}{number:03}", json_text.dumps({"a1": take(share // 32)})
+            call = {"id": call_id, "type": "function", "function": {"name": "tool_1", "arguments": arguments}}
+            messages.append({"role": "assistant", "content": take(share // 32), "tool_calls": [call]})
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": take(share // 4)})
+        if turn < num_turns - 1:
+            messages.append({"role": "assistant", "content": take(share // 8)})
+    return for_template(read_messages(messages), max_bytes=_MAX_BYTES), tools
+
+
+def template_times(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
+    """Return the ms to render an agent's conversation with each template, or why it cannot be rendered."""
+    messages, tools = agent_conversation(options.turns, options.tokens)
+    print(f"{len(messages)} messages, {len(tools)} tools, {len(json_text.dumps(messages))} bytes")
+    found: dict[str, float | str] = {}
+    for path in sorted(folder.glob("*.jinja")):
+        try:
+            variables = {"bos_token": "<s>", "eos_token": "</s>"}
+            template = ChatTemplate(template_process(), path.read_text(), variables, is_for_tools=True)
+            times = []
+            for _ in range(options.rounds + 1):
+                begin = cpu_s()
+                template.render(messages, max_bytes=_MAX_BYTES, tools=tools)
+                times.append(1e3 * (cpu_s() - begin))
+            found[path.stem] = statistics.median(times[1:])
+            print(f"{path.stem:60} {found[path.stem]:6.2f} ms, {min(times[1:]):.2f} .. {max(times[1:]):.2f}")
+        except JpagedError as error:
+            found[path.stem] = str(error)
+            print(f"{path.stem:60} {error}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving.multi_turn",
@@ -279,12 +339,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", nargs="+", default=["demo"], help="demo, or GGUF files with a tokenizer")
+    parser.add_argument("--templates", type=Path, help="folder of chat templates (*.jinja) to render as well")
     options = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     models = [report(name, options) for name in options.models]
     command = f"python -m benchmarks.serving.multi_turn --turns {options.turns} --tokens {options.tokens}"
     path = save("multi_turn", command, {"goal_ms": GOAL_MS, "rounds": options.rounds, "models": models})
     print(f"written to {path.relative_to(path.parents[2])}")
+    if options.templates is not None:
+        found = {"rounds": options.rounds, "render_ms": template_times(options.templates, options)}
+        path = save("render_templates", f"{command} --templates FOLDER", found)
+        print(f"written to {path.relative_to(path.parents[2])}")
 
 
 if __name__ == "__main__":

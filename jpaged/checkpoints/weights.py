@@ -310,7 +310,10 @@ class _TracedLeaf:
         return _TracedLeaf(self.value[index], lambda part: self._set(self.value.at[index].set(part)))
 
     def __setitem__(self, index: Any, part: Any) -> None:
-        self._set(self.value.at[index].set(jnp.asarray(part).astype(self.dtype)))
+        part = jnp.asarray(part).astype(self.dtype)
+        num_axes = self.value[index].ndim
+        part = part.reshape(part.shape[max(0, part.ndim - num_axes) :])  # NumPy drops leading axes of one element
+        self._set(self.value.at[index].set(part))
 
     def reshape(self, *shape: int) -> _TracedLeaf:
         """Return a view of another shape."""

@@ -188,10 +188,6 @@ class EngineConfig:
         """Reject options that conflict with layers in stages."""
         if (size := self.parallel.pipeline_parallel_size) == 1:
             return
-        if self.lora.enable_lora or self.lora.lora:
-            raise InvalidArgument(
-                "pipeline_parallel_size", f"{size}: adapter slots are not split into stages (enable_lora is True)"
-            )
         if self.speculation is not None and self.has_draft:
             method = self.speculation.method
             raise InvalidArgument(

@@ -60,13 +60,18 @@ class AdapterRoom:
         found = {}
         for place in self._places(model, layer_mode):
             lead = ((len(place.leaves),) if place.is_stacked else ()) + ((self.num_slots,) if has_slots else ())
+            lead_axes = (("layers",) if place.is_stacked else ()) + ((None,) if has_slots else ())
             a_axes, b_axes = place.axes()
             a_shape, b_shapes = place.shapes(self.max_rank)
 
             def struct(
-                shape: tuple[int, ...], axes: Any, lead: tuple[int, ...] = lead, dtype: np.dtype = model.dtype
+                shape: tuple[int, ...],
+                axes: Any,
+                lead: tuple[int, ...] = lead,
+                lead_axes: tuple[str | None, ...] = lead_axes,
+                dtype: np.dtype = model.dtype,
             ) -> jax.ShapeDtypeStruct:
-                sharding = NamedSharding(mesh, partition_spec(*(None,) * len(lead), *axes))
+                sharding = NamedSharding(mesh, partition_spec(*lead_axes, *axes))
                 return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
 
             vectors = place.vector_shapes() if self.has_vectors else ()

@@ -1,6 +1,6 @@
 """Devices as a mesh, and the mesh axis of each logical axis of an array.
 
-    stage    parts of the layers, in order (`jpaged.device.step.Microbatches`): of their weights and of the pool
+    stage    parts of the layers, in order (`Microbatches`): of their weights and of the pool
     context  parts of every context: the slots of a block (`jpaged.device.context`); each part has whole weights
     model    parts of one copy: heads, feed-forward width, vocabulary
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from jpaged.models.model import Model, can_stack
 from jpaged.models.param_specs import LogicalAxes
 from jpaged.models.sharding import logical_axes, pad_for_sharding
 from jpaged.models.stack import LayerMode
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
 
 _HALF_BYTES = (jnp.dtype(jnp.int4), jnp.dtype(jnp.float4_e2m1fn))
 MODEL_AXIS = "model"
@@ -477,3 +480,74 @@ def on_stages(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 def layer_mode_for(device: jax.Device) -> LayerMode:
     """Return the faster mode: `scan` on TPUs, compiled 5 times as fast; `loop` where a scan copies weights."""
     return "scan" if device.platform == "tpu" else "loop"
+
+
+_MICROBATCHES_PER_STAGE = 4
+"""Microbatches at most: with 4 per stage, a stage is idle in less than a fifth of the turns."""
+_LEAST_TOKENS, _LEAST_TOKENS_ELSEWHERE = {"cpu": 8}, 256
+"""Tokens of a microbatch at least: a turn with fewer takes as long, because it reads all weights of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A step's packed tokens in equal parts, which pass through the stages one after another.
+
+        turn       0    1    2    3
+        stage 0    m0   m1   m2   -      each stage runs its layers on one microbatch, and
+        stage 1    -    m0   m1   m2     passes the hidden states on to the next stage
+
+    A row may be cut: a later part reads the keys that the earlier one stored, in each layer. Turns without a microbatch
+    run on no rows.
+
+    Attributes:
+        num: number of microbatches.
+        num_tokens: tokens of each, including padding.
+    """
+
+    num: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, num_tokens: int, num_stages: int, platform: str) -> Microbatches:
+        """Return the microbatches of a step of this many tokens."""
+        least = _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE)
+        nums = range(_MICROBATCHES_PER_STAGE * num_stages, 1, -1)
+        num = next((num for num in nums if num_tokens % num == 0 and num_tokens >= least * num), 1)
+        return cls(num, num_tokens // num)
+
+    def take(
+        self, inputs: Mapping[str, jax.Array], ids_t: Int[Array, "T"], index: Int[Array, ""]
+    ) -> tuple[dict[str, jax.Array], Int[Array, "t"], Int[Array, ""]]:
+        """Return the inputs and the tokens of a microbatch, and its number.
+
+        If there is no microbatch with this index, it has no rows, stores nothing, and its number is `num`.
+        """
+        is_one = (index >= 0) & (index < self.num)
+        begin = jnp.clip(index, 0, self.num - 1) * self.num_tokens
+        end, starts_s1 = begin + self.num_tokens, inputs["query_starts_s1"]
+        starts_s, ends_s, num_rows = starts_s1[:-1], starts_s1[1:], len(starts_s1) - 1
+        is_used_s = jnp.arange(num_rows) < inputs["num_rows"]
+        first = jnp.sum(is_used_s & (ends_s <= begin), dtype=jnp.int32)
+        num_own = jnp.sum(is_used_s & (ends_s > begin) & (starts_s < end) & is_one, dtype=jnp.int32)
+        rows_s = jnp.minimum(first + jnp.arange(num_rows), num_rows - 1)
+        places_s1 = jnp.minimum(first + jnp.arange(num_rows + 1), num_rows)
+        num_later_s = jnp.maximum(ends_s[rows_s] - end, 0)
+        own_kv_s = inputs["kv_lens_s"][rows_s] - num_later_s
+
+        def cut(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
+
+        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
+        own = {name: cut(inputs[name]) for name in names if name in inputs}
+        return (
+            {
+                **own,
+                "slots_gt": jnp.where(is_one, own["slots_gt"], -1),
+                "query_starts_s1": jnp.where(is_one, jnp.clip(starts_s1[places_s1] - begin, 0, self.num_tokens), 0),
+                "kv_lens_s": jnp.where(jnp.arange(num_rows) < num_own, own_kv_s, 0),
+                "block_tables_gsm": inputs["block_tables_gsm"][:, rows_s],
+                "num_rows": num_own,
+            },
+            cut(ids_t),
+            jnp.where(is_one, index, self.num),
+        )

@@ -72,6 +72,8 @@ _LEAST_STATES: Mapping[int, int] = {4: 1 << 22, 2: 1 << 19}
 """Numbers of hidden states at least, by parts: smaller parts take mainly the latency of their sums."""
 _CHUNK_ROWS = 1024
 """Rows of a chunk at least: products of fewer may take as long as reading their weights, which each chunk does."""
+_CHUNK_WEIGHTS = 3 << 25
+"""Numbers of a layer's matrices on one device at least: chunks of smaller layers cost more than they hide."""
 _LANES = 128
 WIDER: Mapping[np.dtype, np.dtype] = {
     jnp.dtype(jnp.int4): jnp.dtype(jnp.int8),
@@ -95,9 +97,21 @@ def hides_sums(model: Model, num_devices: int, device_kind: str) -> bool:
     """Return True if parts of a model on some devices have matmuls that are long enough to hide the sums of parts."""
     if num_devices == 1 or device_kind not in _KINDS:
         return False
-    layer = (leaf for path, (leaf, *_) in placed_leaves(model.config, "loop") if path[:2] == ("layers", 0))
-    num_weights = sum(math.prod(leaf.shape) for leaf in layer) // num_devices
-    return num_weights >= _LEAST_WEIGHTS and model.dtype != np.float16 and model.takes_column_parts
+    is_large = count_layer_weights(model.config, num_devices) >= _LEAST_WEIGHTS
+    return is_large and model.dtype != np.float16 and model.takes_column_parts
+
+
+@functools.lru_cache(maxsize=32)
+def count_layer_weights(config: ModelConfig, num_devices: int) -> int:
+    """Return the numbers of the first layer's matrices on one device."""
+    layer = (leaf for path, (leaf, *_) in placed_leaves(config, "loop") if path[:2] == ("layers", 0))
+    return sum(math.prod(leaf.shape) for leaf in layer) // num_devices
+
+
+def state_parts(num_tokens: int, config: ModelConfig, num_devices: int) -> tuple[int, int]:
+    """Return the chunks of the rows of hidden states and the parts of their columns, if a model has parts."""
+    num_chunks = num_row_chunks(num_tokens, count_layer_weights(config, num_devices))
+    return num_chunks, num_column_parts(num_tokens // num_chunks, config.hidden_size)
 
 
 def num_column_parts(num_tokens: int, width: int) -> int:
@@ -106,9 +120,14 @@ def num_column_parts(num_tokens: int, width: int) -> int:
     return next((parts for parts in fitting if num_tokens * width >= _LEAST_STATES[parts]), 1)
 
 
-def num_row_chunks(num_tokens: int) -> int:
-    """Return the chunks of the rows of hidden states in parts, each with equally many: 1 or 2."""
-    return 2 if num_tokens >= 2 * _CHUNK_ROWS and num_tokens % 2 == 0 else 1
+def num_row_chunks(num_tokens: int, layer_weights: int) -> int:
+    """Return the chunks of the rows of hidden states in parts, each with equally many: 1 or 2.
+
+    Args:
+        layer_weights: numbers of a layer's matrices on one device.
+    """
+    has_chunks = layer_weights >= _CHUNK_WEIGHTS and num_tokens >= 2 * _CHUNK_ROWS and num_tokens % 2 == 0
+    return 2 if has_chunks else 1
 
 
 def in_parts(params: Params, model: Model, layer_mode: LayerMode, mesh: Mesh) -> Params:

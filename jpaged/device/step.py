@@ -51,6 +51,7 @@ from jpaged.device.mesh import (
     SINKS_SPEC,
     STAGE_AXIS,
     TOKENS_SPEC,
+    Microbatches,
     num_context_parts,
     num_shards,
     num_stages,
@@ -67,7 +68,7 @@ from jpaged.device.model_runner import (
     unpack_rows,
 )
 from jpaged.device.sampling import SamplingStages, SamplingVocabulary
-from jpaged.device.sharded_matmul import experts_kernel, in_parts, num_column_parts, num_row_chunks
+from jpaged.device.sharded_matmul import experts_kernel, in_parts, state_parts
 from jpaged.engine.executor import Detail, Geometry, StepDirective, StepInputs
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxKind
 from jpaged.kernels import qkv_rope as heads
@@ -110,76 +111,6 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
     )
-
-
-_MICROBATCHES_PER_STAGE = 4
-"""Microbatches at most: with 4 per stage, a stage is idle in less than a fifth of the turns."""
-_LEAST_TOKENS, _LEAST_TOKENS_ELSEWHERE = {"cpu": 8}, 256
-"""Tokens of a microbatch at least: a turn with fewer takes as long, because it reads all weights of a stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """A step's packed tokens in equal parts, which pass through the stages one after another.
-
-        turn       0    1    2    3
-        stage 0    m0   m1   m2   -      each stage runs its layers on one microbatch, and
-        stage 1    -    m0   m1   m2     passes the hidden states on to the next stage
-
-    A row may be cut: a later part reads the keys that the earlier one stored, in each layer. Turns without a microbatch
-    run on no rows.
-
-    Attributes:
-        num: number of microbatches.
-        num_tokens: tokens of each, including padding.
-    """
-
-    num: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, num_tokens: int, num_stages: int, platform: str) -> Microbatches:
-        """Return the microbatches of a step of this many tokens."""
-        least = _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE)
-        nums = range(_MICROBATCHES_PER_STAGE * num_stages, 1, -1)
-        num = next((num for num in nums if num_tokens % num == 0 and num_tokens >= least * num), 1)
-        return cls(num, num_tokens // num)
-
-    def take(
-        self, inputs: Mapping[str, jax.Array], ids_t: Int[Array, "T"], index: Int[Array, ""]
-    ) -> tuple[dict[str, jax.Array], Int[Array, "t"], Int[Array, ""]]:
-        """Return the inputs and the tokens of a microbatch, and its number.
-
-        If there is no microbatch with this index, it has no rows, stores nothing, and its number is `num`.
-        """
-        is_one = (index >= 0) & (index < self.num)
-        begin = jnp.clip(index, 0, self.num - 1) * self.num_tokens
-        end, starts_s1 = begin + self.num_tokens, inputs["query_starts_s1"]
-        starts_s, ends_s, num_rows = starts_s1[:-1], starts_s1[1:], len(starts_s1) - 1
-        is_used_s = jnp.arange(num_rows) < inputs["num_rows"]
-        first = jnp.sum(is_used_s & (ends_s <= begin), dtype=jnp.int32)
-        num_own = jnp.sum(is_used_s & (ends_s > begin) & (starts_s < end) & is_one, dtype=jnp.int32)
-        rows_s = jnp.minimum(first + jnp.arange(num_rows), num_rows - 1)
-        places_s1 = jnp.minimum(first + jnp.arange(num_rows + 1), num_rows)
-        num_later_s = jnp.maximum(ends_s[rows_s] - end, 0)
-        own_kv_s = inputs["kv_lens_s"][rows_s] - num_later_s
-
-        def cut(array: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
-
-        own = {name: cut(inputs[name]) for name in ("positions_t", "rope_lens_t", "slots_gt")}
-        return (
-            {
-                **own,
-                "slots_gt": jnp.where(is_one, own["slots_gt"], -1),
-                "query_starts_s1": jnp.where(is_one, jnp.clip(starts_s1[places_s1] - begin, 0, self.num_tokens), 0),
-                "kv_lens_s": jnp.where(jnp.arange(num_rows) < num_own, own_kv_s, 0),
-                "block_tables_gsm": inputs["block_tables_gsm"][:, rows_s],
-                "num_rows": num_own,
-            },
-            cut(ids_t),
-            jnp.where(is_one, index, self.num),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,20 +308,6 @@ class Step:
         rows = {key: self._prepare(*key, inputs, order) for key in found}
         scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers // self.layout.num_stages
 
-        def attend_group(
-            q_thd: jax.Array,
-            k_tkd: jax.Array,
-            v_tkd: jax.Array | None,
-            pool: Any,
-            place: LayerPlace,
-            sinks_h: jax.Array | None,
-            group: int,
-            num_places: int,
-        ) -> tuple[jax.Array, Any]:
-            new_kv = k_tkd, v_tkd, inputs["slots_gt"][group]
-            scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
-            return self._attend(q_thd, new_kv, pool, place, rows[place.attention, num_places, group], scales, sinks_h)
-
         def attend(
             q_thd: jax.Array,
             k_tkd: jax.Array,
@@ -402,21 +319,16 @@ class Step:
             if isinstance(pool, StatefulPool):
                 o_thd, kv = attend(q_thd, k_tkd, v_tkd, pool.kv, place, sinks_h)
                 return o_thd, pool.with_kv(kv)
-            heads = place.kind.heads
-            if heads is None:
-                return attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, place.group, 1)
-            assert v_tkd is not None
-            (num_tokens, _, own_dim), head_dim = q_thd.shape, self.layout.head_dim
-            shape = num_tokens, self.layout.num_kv_heads, heads.num_places, -1, head_dim
-            pads = ((0, 0), (0, 0), (0, head_dim - own_dim))
-            q, k, v = (jnp.pad(x, pads).reshape(shape) for x in (q_thd, k_tkd, v_tkd))
-            outputs = []
-            for number in range(heads.num_places):
-                q_thd, k_tkd, v_tkd = (x[:, :, number].reshape(num_tokens, -1, head_dim) for x in (q, k, v))
-                group = place.group + number
-                o_thd, pool = attend_group(q_thd, k_tkd, v_tkd, pool, place, sinks_h, group, heads.num_places)
-                outputs.append(o_thd.reshape(num_tokens, self.layout.num_kv_heads, -1, head_dim))
-            return jnp.stack(outputs, axis=2)[..., :own_dim].reshape(num_tokens, -1, own_dim), pool
+            heads, layout, outputs = place.kind.heads, self.layout, []
+            num_places = 1 if heads is None else heads.num_places
+            qkv: Sequence[Any] = (q_thd, k_tkd, v_tkd)
+            placed = [qkv] if heads is None else zip(*(layout.place_heads(x, num_places) for x in qkv), strict=True)
+            for group, (q, *kv) in enumerate(placed, place.group):
+                scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
+                new_kv, of_step = (*kv, inputs["slots_gt"][group]), rows[place.attention, num_places, group]
+                o_thd, pool = self._attend(q, new_kv, pool, place, of_step, scales, sinks_h)
+                outputs.append(o_thd)
+            return (outputs[0] if heads is None else layout.join_heads(outputs, heads.head_dim)), pool
 
         return attend
 
@@ -433,14 +345,15 @@ class Step:
         if (pair_starts_s := inputs.get("pair_starts_s")) is not None:
             types_t = PooledRows.of(inputs["query_starts_s1"], len(ids_t)).types(pair_starts_s)
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
+        num_chunks, num_parts = self.state_parts(len(ids_t))
         return TokenBatch(
             *(ids_t, inputs["positions_t"], inputs["rope_lens_t"], num_tokens),
             heads=self._heads(),
             experts=experts_kernel(self.model.config, self.mesh),
             adapters_t=inputs.get("adapters_t"),
             states_te=states_te,
-            num_column_parts=self.num_column_parts(len(ids_t)),
-            num_row_chunks=num_row_chunks(len(ids_t)) if self.overlaps_sums else 1,
+            num_row_chunks=num_chunks,
+            num_column_parts=num_parts,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
@@ -636,10 +549,9 @@ class Step:
         sharding = self._sharding(PartitionSpec(None, None, MODEL_AXIS if dp_size > 1 else None))
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    def num_column_parts(self, num_tokens: int) -> int:
-        """Return the parts of the hidden states' columns in a step of this many tokens; see `ColumnParts`."""
-        num_rows = num_tokens // num_row_chunks(num_tokens)
-        return num_column_parts(num_rows, self.model.config.hidden_size) if self.overlaps_sums else 1
+    def state_parts(self, num_tokens: int) -> tuple[int, int]:
+        """Return the chunks of the hidden states' rows and the parts of their columns; see `RowChunks`."""
+        return state_parts(num_tokens, self.model.config, num_shards(self.mesh)) if self.overlaps_sums else (1, 1)
 
     def _logits(self, params: Params, hidden_re: jax.Array, num_in_use: jax.Array) -> Float[Array, "R V"]:
         if self.slots is not None:

@@ -453,14 +453,19 @@ class EngineCore:
         self._output.set_weight_version(self.weight_version)
         for group in self.groups.values():
             group.end_version(former, digest)
+            self._output.restart_prompt(group)
 
     def _drop_blocks(self, *, keeps_swapped: bool) -> None:
-        """Preempt all requests for recompute, and drop cached prefixes."""
+        """Preempt all requests for recompute, and drop cached prefixes.
+
+        Args:
+            keeps_swapped: False if the weights change; stores keep the prefixes of the former ones, by other keys.
+        """
         self.scheduler.preempt_all(keeps_swapped=keeps_swapped)
         for moves in self.memory.take_ops().batches():
             self._executor.move_blocks(moves)
         if self.memory.prefixes is not None:
-            self.memory.prefixes.reset()
+            self.memory.prefixes.reset(keeps_stores=not keeps_swapped)
 
     def _mark_discarded(self) -> None:
         self.asleep.add("weights")

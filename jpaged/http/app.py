@@ -15,7 +15,7 @@ import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -58,7 +58,7 @@ from jpaged.http.exchange import (
 from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import ScoringJob, classify_job, embed_job, rerank_job, score_job
-from jpaged.openai.request import adapter_in, chat_job, completion_job, weight_update_in
+from jpaged.openai.request import adapter_in, chat_job, completion_job, flag_in, name_in, own_fields, shown
 from jpaged.service.calls import is_name
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.service import Service
@@ -283,6 +283,44 @@ def sleep_routes(service: Service) -> list[Route]:
         *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
         *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
     ]
+
+
+class WeightUpdateFields(NamedTuple):
+    """Fields of a body of /update_weights, or of SGLang's /update_weights_from_disk."""
+
+    path: str
+    mode: str
+    version: str | int | None
+
+
+_UPDATE_FIELDS = {
+    "/update_weights": ("path", "mode", "version"),
+    "/update_weights_from_disk": (
+        *("model_path", "weight_version", "abort_all_requests", "load_format", "flush_cache"),
+        *("is_async", "torch_empty_cache"),
+    ),
+}
+
+
+def weight_update_in(path: str, given: Mapping[str, Any]) -> WeightUpdateFields:
+    """Return the fields of a body that names new weights.
+
+    Raises:
+        InvalidArgument: the path is missing or empty, or a field cannot be honored.
+    """
+    names = _UPDATE_FIELDS[path]
+    body = own_fields({}, given, names)
+    found = name_in(body, names[0])
+    if not found:
+        raise InvalidArgument(names[0], "is missing or empty")
+    if path == "/update_weights":
+        return WeightUpdateFields(found, body.get("mode", "keep"), body.get("version"))
+    if body.get("load_format", "auto") not in ("auto", "safetensors"):
+        raise InvalidArgument("load_format", f"{shown(body['load_format'])} is not supported; must be auto")
+    if not flag_in(body, "flush_cache", default=True):
+        raise InvalidArgument("flush_cache", "must be true: cached prefixes belong to the former weights")
+    mode = "abort" if flag_in(body, "abort_all_requests") else "keep"
+    return WeightUpdateFields(found, mode, body.get("weight_version"))
 
 
 def _require_sleep_mode(model: LoadedModel) -> LoadedModel:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -205,6 +206,22 @@ class KVLayout:
         of_part = self.num_blocks // self.dp_size
         is_own = (block_ids > 0) & ((block_ids - 1) // of_part == rank)
         return jnp.where(is_own, (block_ids - 1) % of_part + 1, 0)
+
+    def place_heads(self, x_thd: Float[Array, "T H D"], num_places: int) -> list[jax.Array]:
+        """Return heads of a layer with several places, or smaller ones, as those of a layer at each place.
+
+        Heads are padded with zeros. Those of one head of the pool, at all places, are adjacent.
+        """
+        num_tokens, _, own_dim = x_thd.shape
+        padded = jnp.pad(x_thd, ((0, 0), (0, 0), (0, self.head_dim - own_dim)))
+        grouped = padded.reshape(num_tokens, self.num_kv_heads, num_places, -1, self.head_dim)
+        return [grouped[:, :, index].reshape(num_tokens, -1, self.head_dim) for index in range(num_places)]
+
+    def join_heads(self, places: Sequence[jax.Array], own_dim: int) -> jax.Array:
+        """Return the heads of all places without padding; the inverse of `place_heads`."""
+        num_tokens = len(places[0])
+        grouped = [x_thd.reshape(num_tokens, self.num_kv_heads, -1, self.head_dim) for x_thd in places]
+        return jnp.stack(grouped, axis=2)[..., :own_dim].reshape(num_tokens, -1, own_dim)
 
     def write(
         self,

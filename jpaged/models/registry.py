@@ -12,7 +12,6 @@ from jpaged.models.families import (
     encoders,
     gemma,
     gpt,
-    gpt_oss,
     lfm2,
     llama,
     mamba,
@@ -24,7 +23,7 @@ from jpaged.models.families import (
 from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
-    *(llama, qwen_moe, gpt_oss, deepseek, gemma),
+    *(llama, qwen_moe, deepseek, gemma),
     *(gpt, opt, lfm2, qwen_next, mamba, variants, encoders),
 )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
@@ -854,44 +854,6 @@ def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if not value:
             raise InvalidArgument(name, "is missing or empty")
     return {**found, "load_inplace": flag_in(body, "load_inplace")} if loads else found
-
-
-class WeightUpdateFields(NamedTuple):
-    """Fields of a body of /update_weights, or of SGLang's /update_weights_from_disk."""
-
-    path: str
-    mode: str
-    version: str | int | None
-
-
-_UPDATE_FIELDS = {
-    "/update_weights": ("path", "mode", "version"),
-    "/update_weights_from_disk": (
-        *("model_path", "weight_version", "abort_all_requests", "load_format", "flush_cache"),
-        *("is_async", "torch_empty_cache"),
-    ),
-}
-
-
-def weight_update_in(path: str, given: Mapping[str, Any]) -> WeightUpdateFields:
-    """Return the fields of a body that names new weights.
-
-    Raises:
-        InvalidArgument: the path is missing or empty, or a field cannot be honored.
-    """
-    names = _UPDATE_FIELDS[path]
-    body = own_fields({}, given, names)
-    found = name_in(body, names[0])
-    if not found:
-        raise InvalidArgument(names[0], "is missing or empty")
-    if path == "/update_weights":
-        return WeightUpdateFields(found, body.get("mode", "keep"), body.get("version"))
-    if body.get("load_format", "auto") not in ("auto", "safetensors"):
-        raise InvalidArgument("load_format", f"{shown(body['load_format'])} is not supported; must be auto")
-    if not flag_in(body, "flush_cache", default=True):
-        raise InvalidArgument("flush_cache", "must be true: cached prefixes belong to the former weights")
-    mode = "abort" if flag_in(body, "abort_all_requests") else "keep"
-    return WeightUpdateFields(found, mode, body.get("weight_version"))
 
 
 def truncation_side_in(body: Mapping[str, Any]) -> Any:

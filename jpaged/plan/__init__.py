@@ -1,6 +1,7 @@
 """`jpaged plan`: memory, speed and cost of a model on devices that are not present. An optional part.
 
 known_models.py  configurations of well-known models
+known_families.py what configurations of a family share
 cost.py          roofline: bytes and FLOPs of a step, and the time that devices need for them
 cycles.py        measured cycles of kernels (cycles.json), and the times from them
 step_times.py    targets, and the duration of a planned step on them

@@ -10,381 +10,34 @@ reading the hub's config.json. Sources are the repository that each model names,
     experts    Mixtral (2401.04088), Qwen2 and Qwen3 (2407.10671, 2505.09388), gpt-oss (2508.10925)
     DeepSeek   V2 and V3 (2405.04434, 2412.19437)
 
-Gemma 3 is its language model alone, gpt-oss and Qwen3-MoE have weights of 16 bits, and DeepSeek V3 is without the
-multi-token prediction layer.
+Gemma 3, 3n and 4 are their language models alone, gpt-oss and Qwen3-MoE have weights of 16 bits, and DeepSeek V3 is
+without the multi-token prediction layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from jpaged.checkpoints.names import num_params
-from jpaged.models.config import ModelConfig
-from jpaged.models.hf_config import from_hf
-
-
-@dataclass(frozen=True, slots=True)
-class KnownModel:
-    """A published model.
-
-    Attributes:
-        name: in lower case, the size after the last hyphen.
-        repository: hub repository of the config.json. OPT-175B's weights are not there, and its fields follow those of
-            the other sizes.
-        fields: fields of config.json.
-    """
-
-    name: str
-    repository: str
-    fields: Mapping[str, object]
-
-    @property
-    def config(self) -> ModelConfig:
-        """The parsed fields."""
-        return from_hf(self.fields)
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters; a tied embedding counts once."""
-        return num_params(self.config)
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyShape:
-    """Sizes that differ within a family: L, E, F, H, K."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-
-
-def decoder(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
-    """Return a model whose config.json has the usual names for its sizes."""
-    fields = {
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "hidden_act": "silu",
-    }
-    return KnownModel(name, repository, fields | settings)
-
-
-def _gemma2(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownModel:
-    return decoder(
-        f"gemma-2-{size}",
-        f"google/gemma-2-{size}",
-        shape,
-        architectures=["Gemma2ForCausalLM"],
-        model_type="gemma2",
-        hidden_act="gelu_pytorch_tanh",
-        hidden_activation="gelu_pytorch_tanh",
-        vocab_size=256000,
-        head_dim=head_dim,
-        query_pre_attn_scalar=scalar,
-        sliding_window=4096,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        bos_token_id=2,
-        eos_token_id=1,
-        torch_dtype="float32",
-    )
-
-
-def _gemma3(size: str, shape: FamilyShape, head_dim: int, scalar: int) -> KnownModel:
-    is_small = size == "1b"
-    scaling = None if is_small else {"rope_type": "linear", "factor": 8.0}
-    return decoder(
-        f"gemma-3-{size}",
-        f"google/gemma-3-{size}-pt",
-        shape,
-        architectures=["Gemma3ForCausalLM"],
-        model_type="gemma3_text",
-        hidden_act=None,
-        hidden_activation="gelu_pytorch_tanh",
-        vocab_size=262144 if is_small else 262208,
-        head_dim=head_dim,
-        query_pre_attn_scalar=scalar,
-        sliding_window=512 if is_small else 1024,
-        sliding_window_pattern=6,
-        max_position_embeddings=32768 if is_small else 131072,
-        rms_norm_eps=1e-6,
-        rope_theta=1000000.0,
-        rope_local_base_freq=10000.0,
-        rope_scaling=scaling,
-        bos_token_id=2,
-        eos_token_id=1,
-        torch_dtype="bfloat16",
-    )
-
-
-_GEMMA_3N = decoder(
-    "gemma-3n-e4b",
-    "google/gemma-3n-E4B",
-    FamilyShape(35, 2048, 16384, 8, 2),
-    architectures=["Gemma3nForCausalLM"],
-    model_type="gemma3n_text",
-    hidden_act=None,
-    hidden_activation="gelu_pytorch_tanh",
-    vocab_size=262400,
-    vocab_size_per_layer_input=262144,
-    hidden_size_per_layer_input=256,
-    head_dim=256,
-    sliding_window=512,
-    num_kv_shared_layers=15,
-    altup_num_inputs=4,
-    laurel_rank=64,
-    activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25,
-    final_logit_softcapping=30.0,
-    max_position_embeddings=32768,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    rope_local_base_freq=10000.0,
-    bos_token_id=2,
-    eos_token_id=1,
-    torch_dtype="bfloat16",
+from jpaged.plan.known_families import (
+    GEMMA4_LARGE,
+    GEMMA_3N,
+    LFM2_MOE,
+    FamilyShape,
+    KnownModel,
+    decoder,
+    falcon_model,
+    gemma2_model,
+    gemma3_model,
+    gemma4_model,
+    gpt2_model,
+    granite4_model,
+    lfm2_model,
+    nemotron_model,
+    neox_model,
+    phi_model,
+    qwen35_model,
+    starcoder2_model,
 )
-
-
-def _gemma4(size: str, shape: FamilyShape, period: int, **settings: object) -> KnownModel:
-    fields: dict[str, object] = {
-        "architectures": ["Gemma4ForCausalLM"],
-        "model_type": "gemma4_text",
-        "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "vocab_size": 262144,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "layer_types": [
-            "sliding_attention" if (index + 1) % period else "full_attention" for index in range(shape.num_layers)
-        ],
-        "final_logit_softcapping": 30.0,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-    }
-    return decoder(f"gemma-4-{size.lower()}", f"google/gemma-4-{size}", shape, **fields | settings)
-
-
-_GEMMA4_LARGE: Mapping[str, object] = {
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "sliding_window": 1024,
-    "max_position_embeddings": 262144,
-}
-
-
-def _phi(name: str, repository: str, shape: FamilyShape, **settings: object) -> KnownModel:
-    common = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
-    return decoder(name, repository, shape, architectures=["Phi3ForCausalLM"], model_type="phi3", **(common | settings))
-
-
-def _gpt2(name: str, num_layers: int, num_heads: int, width: int) -> KnownModel:
-    fields: dict[str, object] = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_embd": width,
-        "n_layer": num_layers,
-        "n_head": num_heads,
-        "n_positions": 1024,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-    }
-    return KnownModel(name, f"openai-community/{name}", fields)
-
-
-def _neox(name: str, repository: str, shape: FamilyShape, vocab_size: int, activation: str = "gelu") -> KnownModel:
-    known = decoder(
-        name,
-        repository,
-        shape,
-        architectures=["GPTNeoXForCausalLM"],
-        model_type="gpt_neox",
-        hidden_act=activation,
-        vocab_size=vocab_size,
-        max_position_embeddings=2048,
-        layer_norm_eps=1e-5,
-        rotary_pct=0.25,
-        rotary_emb_base=10000,
-        use_parallel_residual=True,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        torch_dtype="float16",
-    )
-    fields = {key: value for key, value in known.fields.items() if key != "num_key_value_heads"}
-    return KnownModel(name, repository, fields)
-
-
-def _falcon(size: str, num_layers: int, width: int, num_heads: int, num_kv_heads: int) -> KnownModel:
-    fields: dict[str, object] = {
-        "architectures": ["FalconForCausalLM"],
-        "model_type": "falcon",
-        "vocab_size": 65024,
-        "hidden_size": width,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "new_decoder_architecture": num_kv_heads > 1,
-        "multi_query": True,
-        "parallel_attn": True,
-        "alibi": False,
-        "bias": False,
-        "layer_norm_epsilon": 1e-5,
-        "bos_token_id": 11,
-        "eos_token_id": 11,
-        "torch_dtype": "bfloat16",
-    }
-    return KnownModel(f"falcon-{size}", f"tiiuae/falcon-{size}", fields)
-
-
-def _lfm2(size: str, width: int, inner: int, num_heads: int) -> KnownModel:
-    return decoder(
-        f"lfm2-{size}",
-        f"LiquidAI/LFM2-{size.upper()}",
-        FamilyShape(16, width, inner, num_heads, 8),
-        architectures=["Lfm2ForCausalLM"],
-        model_type="lfm2",
-        vocab_size=65536,
-        max_position_embeddings=128000,
-        norm_eps=1e-5,
-        rope_theta=1000000.0,
-        conv_L_cache=3,
-        conv_bias=False,
-        block_auto_adjust_ff_dim=True,
-        block_ffn_dim_multiplier=1.0,
-        block_multiple_of=256,
-        full_attn_idxs=[2, 5, 8, 10, 12, 14],
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=7,
-        torch_dtype="bfloat16",
-    )
-
-
-_LFM2_MOE = decoder(
-    "lfm2-8b-a1b",
-    "LiquidAI/LFM2-8B-A1B",
-    FamilyShape(24, 2048, 7168, 32, 8),
-    architectures=["Lfm2MoeForCausalLM"],
-    model_type="lfm2_moe",
-    vocab_size=65536,
-    max_position_embeddings=128000,
-    moe_intermediate_size=1792,
-    num_dense_layers=2,
-    num_experts=32,
-    num_experts_per_tok=4,
-    use_expert_bias=True,
-    norm_topk_prob=True,
-    routed_scaling_factor=1.0,
-    norm_eps=1e-5,
-    rope_theta=1000000.0,
-    conv_L_cache=3,
-    conv_bias=False,
-    layer_types=["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=7,
-    torch_dtype="bfloat16",
-)
-
-
-def _granite4(size: str, shape: FamilyShape, attending: tuple[int, ...], **settings: object) -> KnownModel:
-    types = ["attention" if index in attending else "mamba" for index in range(shape.num_layers)]
-    fields: dict[str, object] = {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "vocab_size": 100352,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000,
-        "position_embedding_type": "nope",
-        "normalization_function": "rmsnorm",
-        "layer_types": types,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 128,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 256,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": 100257,
-        "eos_token_id": 100257,
-        "torch_dtype": "bfloat16",
-    }
-    return decoder(f"granite-4.0-h-{size}", f"ibm-granite/granite-4.0-h-{size}", shape, **fields | settings)
-
-
-def _qwen35(size: str, shape: FamilyShape, kind: str = "", **settings: object) -> KnownModel:
-    fields: dict[str, object] = {
-        "architectures": [f"Qwen3_5{kind}ForCausalLM"],
-        "model_type": f"qwen3_5_{kind.lower()}_text" if kind else "qwen3_5_text",
-        "vocab_size": 248320,
-        "head_dim": 256,
-        "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "full_attention_interval": 4,
-        "attn_output_gate": True,
-        "eos_token_id": 248044,
-        "torch_dtype": "bfloat16",
-    }
-    return decoder(f"qwen3.5-{size.lower()}", f"Qwen/Qwen3.5-{size}", shape, **fields | settings)
-
-
-def _nemotron(
-    name: str, repository: str, pattern: str, shape: FamilyShape, mamba: tuple[int, int], **settings: object
-) -> KnownModel:
-    fields: dict[str, object] = {
-        "architectures": ["NemotronHForCausalLM"],
-        "model_type": "nemotron_h",
-        "vocab_size": 131072,
-        "hybrid_override_pattern": pattern,
-        "hidden_act": "relu2",
-        "mlp_hidden_act": "relu2",
-        "head_dim": 128,
-        "layer_norm_epsilon": 1e-5,
-        "mamba_num_heads": mamba[0],
-        "mamba_head_dim": mamba[1],
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "torch_dtype": "bfloat16",
-    }
-    return decoder(name, f"nvidia/{repository}", shape, **fields | settings)
-
-
-def _starcoder2(size: str, shape: FamilyShape, rope_theta: float) -> KnownModel:
-    return decoder(
-        f"starcoder2-{size}",
-        f"bigcode/starcoder2-{size}",
-        shape,
-        architectures=["Starcoder2ForCausalLM"],
-        model_type="starcoder2",
-        hidden_act="gelu_pytorch_tanh",
-        vocab_size=49152,
-        max_position_embeddings=16384,
-        norm_epsilon=1e-5,
-        rope_theta=rope_theta,
-        sliding_window=4096,
-        use_bias=True,
-        tie_word_embeddings=size != "15b",
-        bos_token_id=0,
-        eos_token_id=0,
-        torch_dtype="bfloat16",
-    )
-
 
 _PHI3_ENDS = {"vocab_size": 32064, "bos_token_id": 1, "eos_token_id": 32000, "rope_theta": 10000.0}
 _PHI3 = {**_PHI3_ENDS, "max_position_embeddings": 4096, "sliding_window": 2047}
@@ -392,15 +45,15 @@ _PHI4_ENDS = {"vocab_size": 100352, "bos_token_id": 100257, "eos_token_id": 1002
 _PHI4 = {**_PHI4_ENDS, "max_position_embeddings": 16384, "sliding_window": None}
 
 DECODERS_MODELS = (
-    _gemma2("2b", FamilyShape(26, 2304, 9216, 8, 4), 256, 256),
-    _gemma2("9b", FamilyShape(42, 3584, 14336, 16, 8), 256, 256),
-    _gemma2("27b", FamilyShape(46, 4608, 36864, 32, 16), 128, 144),
-    _gemma3("1b", FamilyShape(26, 1152, 6912, 4, 1), 256, 256),
-    _gemma3("4b", FamilyShape(34, 2560, 10240, 8, 4), 256, 256),
-    _gemma3("12b", FamilyShape(48, 3840, 15360, 16, 8), 256, 256),
-    _gemma3("27b", FamilyShape(62, 5376, 21504, 32, 16), 128, 168),
-    _GEMMA_3N,
-    _gemma4(
+    gemma2_model("2b", FamilyShape(26, 2304, 9216, 8, 4), 256, 256),
+    gemma2_model("9b", FamilyShape(42, 3584, 14336, 16, 8), 256, 256),
+    gemma2_model("27b", FamilyShape(46, 4608, 36864, 32, 16), 128, 144),
+    gemma3_model("1b", FamilyShape(26, 1152, 6912, 4, 1), 256, 256),
+    gemma3_model("4b", FamilyShape(34, 2560, 10240, 8, 4), 256, 256),
+    gemma3_model("12b", FamilyShape(48, 3840, 15360, 16, 8), 256, 256),
+    gemma3_model("27b", FamilyShape(62, 5376, 21504, 32, 16), 128, 168),
+    GEMMA_3N,
+    gemma4_model(
         "E2B",
         FamilyShape(35, 1536, 6144, 8, 1),
         5,
@@ -410,8 +63,8 @@ DECODERS_MODELS = (
         sliding_window=512,
         max_position_embeddings=131072,
     ),
-    _gemma4("31B", FamilyShape(60, 5376, 21504, 32, 16), 6, num_global_key_value_heads=4, **_GEMMA4_LARGE),
-    _gemma4(
+    gemma4_model("31B", FamilyShape(60, 5376, 21504, 32, 16), 6, num_global_key_value_heads=4, **GEMMA4_LARGE),
+    gemma4_model(
         "26B-A4B",
         FamilyShape(30, 2816, 2112, 16, 8),
         6,
@@ -420,32 +73,32 @@ DECODERS_MODELS = (
         num_experts=128,
         top_k_experts=8,
         moe_intermediate_size=704,
-        **_GEMMA4_LARGE,
+        **GEMMA4_LARGE,
     ),
-    _phi("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", FamilyShape(32, 3072, 8192, 32, 32), **_PHI3),
-    _phi("phi-3-medium-4k", "microsoft/Phi-3-medium-4k-instruct", FamilyShape(40, 5120, 17920, 40, 10), **_PHI3),
-    _phi("phi-4", "microsoft/phi-4", FamilyShape(40, 5120, 17920, 40, 10), **_PHI4),
-    _gpt2("gpt2", 12, 12, 768),
-    _gpt2("gpt2-medium", 24, 16, 1024),
-    _gpt2("gpt2-large", 36, 20, 1280),
-    _gpt2("gpt2-xl", 48, 25, 1600),
-    _neox("gpt-neox-20b", "EleutherAI/gpt-neox-20b", FamilyShape(44, 6144, 24576, 64, 64), 50432, "gelu_fast"),
-    _neox("pythia-1b", "EleutherAI/pythia-1b", FamilyShape(16, 2048, 8192, 8, 8), 50304),
-    _neox("pythia-2.8b", "EleutherAI/pythia-2.8b", FamilyShape(32, 2560, 10240, 32, 32), 50304),
-    _neox("pythia-6.9b", "EleutherAI/pythia-6.9b", FamilyShape(32, 4096, 16384, 32, 32), 50432),
-    _neox("pythia-12b", "EleutherAI/pythia-12b", FamilyShape(36, 5120, 20480, 40, 40), 50688),
-    _falcon("7b", 32, 4544, 71, 1),
-    _falcon("40b", 60, 8192, 128, 8),
-    _falcon("180b", 80, 14848, 232, 8),
-    _starcoder2("3b", FamilyShape(30, 3072, 12288, 24, 2), 999999.4420358813),
-    _starcoder2("7b", FamilyShape(32, 4608, 18432, 36, 4), 1000000.0),
-    _starcoder2("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
-    _lfm2("350m", 1024, 6656, 16),
-    _lfm2("1.2b", 2048, 12288, 32),
-    _LFM2_MOE,
-    _qwen35("9B", FamilyShape(32, 4096, 12288, 16, 4)),
-    _qwen35("35B-A3B", FamilyShape(40, 2048, 512, 16, 2), "Moe", num_experts=256, num_experts_per_tok=8),
-    _granite4(
+    phi_model("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", FamilyShape(32, 3072, 8192, 32, 32), **_PHI3),
+    phi_model("phi-3-medium-4k", "microsoft/Phi-3-medium-4k-instruct", FamilyShape(40, 5120, 17920, 40, 10), **_PHI3),
+    phi_model("phi-4", "microsoft/phi-4", FamilyShape(40, 5120, 17920, 40, 10), **_PHI4),
+    gpt2_model("gpt2", 12, 12, 768),
+    gpt2_model("gpt2-medium", 24, 16, 1024),
+    gpt2_model("gpt2-large", 36, 20, 1280),
+    gpt2_model("gpt2-xl", 48, 25, 1600),
+    neox_model("gpt-neox-20b", "EleutherAI/gpt-neox-20b", FamilyShape(44, 6144, 24576, 64, 64), 50432, "gelu_fast"),
+    neox_model("pythia-1b", "EleutherAI/pythia-1b", FamilyShape(16, 2048, 8192, 8, 8), 50304),
+    neox_model("pythia-2.8b", "EleutherAI/pythia-2.8b", FamilyShape(32, 2560, 10240, 32, 32), 50304),
+    neox_model("pythia-6.9b", "EleutherAI/pythia-6.9b", FamilyShape(32, 4096, 16384, 32, 32), 50432),
+    neox_model("pythia-12b", "EleutherAI/pythia-12b", FamilyShape(36, 5120, 20480, 40, 40), 50688),
+    falcon_model("7b", 32, 4544, 71, 1),
+    falcon_model("40b", 60, 8192, 128, 8),
+    falcon_model("180b", 80, 14848, 232, 8),
+    starcoder2_model("3b", FamilyShape(30, 3072, 12288, 24, 2), 999999.4420358813),
+    starcoder2_model("7b", FamilyShape(32, 4608, 18432, 36, 4), 1000000.0),
+    starcoder2_model("15b", FamilyShape(40, 6144, 24576, 48, 4), 100000.0),
+    lfm2_model("350m", 1024, 6656, 16),
+    lfm2_model("1.2b", 2048, 12288, 32),
+    LFM2_MOE,
+    qwen35_model("9B", FamilyShape(32, 4096, 12288, 16, 4)),
+    qwen35_model("35B-A3B", FamilyShape(40, 2048, 512, 16, 2), "Moe", num_experts=256, num_experts_per_tok=8),
+    granite4_model(
         "350m",
         FamilyShape(32, 768, 2048, 12, 4),
         (10, 13, 17, 27),
@@ -460,7 +113,7 @@ DECODERS_MODELS = (
         logits_scaling=3,
         max_position_embeddings=32768,
     ),
-    _granite4(
+    granite4_model(
         "tiny",
         FamilyShape(40, 1536, 512, 12, 4),
         (5, 15, 25, 35),
@@ -497,7 +150,7 @@ DECODERS_MODELS = (
             "torch_dtype": "bfloat16",
         },
     ),
-    _nemotron(
+    nemotron_model(
         "nemotron-nano-9b-v2",
         "NVIDIA-Nemotron-Nano-9B-v2",
         "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -505,7 +158,7 @@ DECODERS_MODELS = (
         (128, 80),
         max_position_embeddings=131072,
     ),
-    _nemotron(
+    nemotron_model(
         "nemotron-3-nano-30b-a3b",
         "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",

@@ -38,8 +38,8 @@ import numpy as np
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
+from jpaged.device.mesh import Microbatches
 from jpaged.device.sharded_matmul import num_column_parts, num_row_chunks
-from jpaged.device.step import Microbatches
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.hardware import HARDWARE, Hardware, find_hardware
 from jpaged.models.config import Mixture, ModelConfig
@@ -409,7 +409,8 @@ class PlannedStepTimes:
             return 0.0
         num_tokens = next((size for size in self.token_sizes if size >= num_tokens), num_tokens)  # sums have padding
         link_bytes = 2 * (n - 1) / n * num_tokens * self.hidden_size * self.number_bytes
-        whole_s, chunks = self.exchange_s(link_bytes), num_row_chunks(num_tokens)
+        layer_weights = sum((self.matrices or {}).values()) // n
+        whole_s, chunks = self.exchange_s(link_bytes), num_row_chunks(num_tokens, layer_weights)
         parts = num_column_parts(num_tokens // chunks, self.hidden_size)
         if self.messages is not None:
             num_sums = num_layers - self.messages.num_layers + 2

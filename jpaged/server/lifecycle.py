@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from grpc import aio
@@ -49,15 +50,31 @@ from jpaged._proto.v1 import (
 )
 from jpaged.access.authenticator import Authenticator
 from jpaged.config import EngineConfig, TimeoutOptions, shows_traces
+from jpaged.engine.core import PauseMode
 from jpaged.engine.executor import COMPILER_THREAD, Progress
 from jpaged.errors import EngineHung, InternalError, InvalidArgument, JpagedError, Unavailable, describe_error
 from jpaged.http.port import HttpPort
 from jpaged.server.compat.faces import Faces, descriptors
-from jpaged.server.grpc_server import AuthInterceptor, MessagesInHand, bind, make_server
+from jpaged.server.grpc_server import (
+    AuthInterceptor,
+    MessagesInHand,
+    ServicerContext,
+    bind,
+    make_server,
+    status_on_error,
+)
 from jpaged.server.health import LIVENESS, READINESS, Health, HealthServicer, ProbeServer
 from jpaged.server.kv_transfer import SERVICE_NAME as PREFILL_NAME
 from jpaged.server.kv_transfer import PeerServers, PrefillServicer, PrefixServicer
-from jpaged.server.servicer import ControlServicer, InferenceServicer
+from jpaged.server.servicer import (
+    InferenceServicer,
+    build_load,
+    build_message,
+    build_model_info,
+    build_server_info,
+    get_tenant,
+    prompt_from,
+)
 from jpaged.service.handoff import PrefillServers
 from jpaged.service.kv_transfer import PrefixTransferService
 from jpaged.service.loaded_model import LoadedModel
@@ -124,6 +141,102 @@ SERVICE_NAMES = (
 _WATCH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 2.0
 """Maximum time at the end to flush statuses to clients."""
+
+
+_UPDATE_MODES: tuple[PauseMode, ...] = ("keep", "keep", "wait", "abort")
+"""Modes by the numbers of UpdateMode."""
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """jpaged.v1.ControlService."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def GetServerInfo(
+        self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
+    ) -> control_pb2.GetServerInfoResponse:
+        """Return the server's properties and state; works in every state."""
+        async with status_on_error(context):
+            return build_server_info(self._service.state)
+
+    async def GetModelInfo(
+        self, request: control_pb2.GetModelInfoRequest, context: ServicerContext
+    ) -> control_pb2.GetModelInfoResponse:
+        """Return the model's properties, fixed at startup except for the version of the weights."""
+        async with status_on_error(context):
+            loaded = self._service.state.loaded()
+            return build_model_info(replace(loaded.model, weight_version=loaded.engine.weight_version))
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: ServicerContext
+    ) -> control_pb2.GetLoadResponse:
+        """Return a snapshot of the load."""
+        async with status_on_error(context):
+            engine = self._service.state.loaded().engine
+            return build_load(engine.load(), engine.replica_loads())
+
+    async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
+        """Abort a request; its stream, not this call, returns the tokens generated."""
+        async with status_on_error(context):
+            self._service.abort(request.request_id, get_tenant(context))
+            return control_pb2.AbortResponse()
+
+    async def PinPrefix(
+        self, request: control_pb2.PinPrefixRequest, context: ServicerContext
+    ) -> control_pb2.PinPrefixResponse:
+        """Pin a prefix, even if the client disconnects."""
+        async with status_on_error(context):
+            prefix, tenant = prompt_from(request), get_tenant(context)
+            num_tokens = await self._service.pin_prefix(
+                request.name, prefix, request.cache_salt, tenant, request.adapter
+            )
+            return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
+
+    async def UnpinPrefix(
+        self, request: control_pb2.UnpinPrefixRequest, context: ServicerContext
+    ) -> control_pb2.UnpinPrefixResponse:
+        """Unpin a prefix; requests that share it continue."""
+        async with status_on_error(context):
+            self._service.unpin_prefix(request.name, get_tenant(context))
+            return control_pb2.UnpinPrefixResponse()
+
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: ServicerContext
+    ) -> control_pb2.LoadAdapterResponse:
+        """Load an adapter, even if the client disconnects."""
+        async with status_on_error(context):
+            adapter = await self._service.load_adapter(request.name, request.path)
+            return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
+
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext
+    ) -> control_pb2.UnloadAdapterResponse:
+        """Unload an adapter; requests that use it continue."""
+        async with status_on_error(context):
+            self._service.unload_adapter(request.name)
+            return control_pb2.UnloadAdapterResponse()
+
+    async def UpdateWeights(
+        self, request: control_pb2.UpdateWeightsRequest, context: ServicerContext
+    ) -> control_pb2.UpdateWeightsResponse:
+        """Replace the weights, even if the client disconnects."""
+        async with status_on_error(context):
+            if not 0 <= request.mode < len(_UPDATE_MODES):
+                raise InvalidArgument("mode", f"{request.mode} is not a value of UpdateMode")
+            mode = _UPDATE_MODES[request.mode]
+            version = await self._service.update_weights(request.path, mode, request.version or None)
+            return control_pb2.UpdateWeightsResponse(weight_version=version)
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: ServicerContext
+    ) -> control_pb2.ListAdaptersResponse:
+        """Return the adapters that requests can use."""
+        async with status_on_error(context):
+            loaded = self._service.state.loaded().adapters.loaded()
+            return control_pb2.ListAdaptersResponse(
+                adapters=[build_message(control_pb2.Adapter, adapter) for adapter in loaded]
+            )
 
 
 class Server:

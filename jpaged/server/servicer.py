@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
 
-from jpaged._proto.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, prefixes_pb2
+from jpaged._proto.v1 import control_pb2, inference_pb2, inference_pb2_grpc, prefixes_pb2
 from jpaged.access.authenticator import enter_part, key_id, owner
 from jpaged.chat import (
     MAX_DOCUMENTS,
@@ -35,7 +35,6 @@ from jpaged.chat import (
     json_object,
 )
 from jpaged.config import EngineConfig
-from jpaged.engine.core import PauseMode
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
 from jpaged.sampling_params import NO_DEFAULTS, with_defaults
 from jpaged.server.grpc_server import MessagesInHand, ServicerContext, error_for, get_status, status_on_error
@@ -434,7 +433,7 @@ def build_response(
         finish=None if event.finish is None else _build_finish(event.finish, event),
         prompt_token_ids=prompt_token_ids,
         is_last=event.is_last,
-        times=None if event.times is None else _build_message(inference_pb2.RequestTimes, event.times),
+        times=None if event.times is None else build_message(inference_pb2.RequestTimes, event.times),
         reasoning_content=event.reasoning_content,
         tool_calls=[build_delta(piece) for piece in event.tool_calls],
         seed=seed,
@@ -443,15 +442,15 @@ def build_response(
 
 def build_model_info(model: ModelInfo) -> control_pb2.GetModelInfoResponse:
     """Convert the model's properties to a message."""
-    message = _build_message(control_pb2.GetModelInfoResponse, model)
+    message = build_message(control_pb2.GetModelInfoResponse, model)
     message.default_sampling.MergeFrom(inference_pb2.SamplingParams(**model.default_sampling))
     return message
 
 
 def build_load(load: EngineLoad, replica_loads: Iterable[EngineLoad]) -> control_pb2.GetLoadResponse:
     """Convert the total load and each replica's load to a message."""
-    message = _build_message(control_pb2.GetLoadResponse, load)
-    message.replicas.extend(_build_message(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
+    message = build_message(control_pb2.GetLoadResponse, load)
+    message.replicas.extend(build_message(control_pb2.ReplicaLoad, replica) for replica in replica_loads)
     return message
 
 
@@ -466,7 +465,7 @@ def build_server_info(state: ServiceState) -> control_pb2.GetServerInfoResponse:
         startup=control_pb2.StartupProgress(what=startup.what, done=startup.done, total=startup.total)
         if state.stage is Stage.STARTING
         else None,
-        backend=None if model is None else _build_message(control_pb2.Backend, model.backend),
+        backend=None if model is None else build_message(control_pb2.Backend, model.backend),
         options=list_options(state.config),
         role=state.config.roles.role,
         checkpoint="" if model is None else model.checkpoint,
@@ -488,7 +487,7 @@ def _early_stopping_from(value: int) -> bool | Literal["never"]:
     return _EARLY_STOPPING[value]
 
 
-def _build_message(kind: type[_M], value: object) -> _M:
+def build_message(kind: type[_M], value: object) -> _M:
     """Build a message by copying attributes of equal names, except submessages."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.message_type is None]
     return kind(**{name: getattr(value, name) for name in names})
@@ -521,7 +520,7 @@ def _build_finish(finish: SequenceFinish, event: OutputEvent) -> inference_pb2.F
         matched_stop_string=matched if isinstance(matched, str) else None,
         matched_stop_token_id=matched if isinstance(matched, int) else None,
         cumulative_logprob=event.cumulative_logprob,
-        weight_versions=[_build_message(inference_pb2.WeightVersionRun, run) for run in event.weight_versions],
+        weight_versions=[build_message(inference_pb2.WeightVersionRun, run) for run in event.weight_versions],
     )
 
 
@@ -815,103 +814,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def _shutting_down() -> Unavailable:
     return Unavailable("the server is shutting down: it accepts no new requests")
-
-
-_UPDATE_MODES: Mapping[int, PauseMode] = {
-    control_pb2.UPDATE_MODE_UNSPECIFIED: "keep",
-    control_pb2.UPDATE_MODE_KEEP: "keep",
-    control_pb2.UPDATE_MODE_WAIT: "wait",
-    control_pb2.UPDATE_MODE_ABORT: "abort",
-}
-
-
-class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """jpaged.v1.ControlService."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def GetServerInfo(
-        self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
-    ) -> control_pb2.GetServerInfoResponse:
-        """Return the server's properties and state; works in every state."""
-        async with status_on_error(context):
-            return build_server_info(self._service.state)
-
-    async def GetModelInfo(
-        self, request: control_pb2.GetModelInfoRequest, context: ServicerContext
-    ) -> control_pb2.GetModelInfoResponse:
-        """Return the model's properties, fixed at startup except for the version of the weights."""
-        async with status_on_error(context):
-            loaded = self._service.state.loaded()
-            return build_model_info(replace(loaded.model, weight_version=loaded.engine.weight_version))
-
-    async def GetLoad(
-        self, request: control_pb2.GetLoadRequest, context: ServicerContext
-    ) -> control_pb2.GetLoadResponse:
-        """Return a snapshot of the load."""
-        async with status_on_error(context):
-            engine = self._service.state.loaded().engine
-            return build_load(engine.load(), engine.replica_loads())
-
-    async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
-        """Abort a request; its stream, not this call, returns the tokens generated."""
-        async with status_on_error(context):
-            self._service.abort(request.request_id, get_tenant(context))
-            return control_pb2.AbortResponse()
-
-    async def PinPrefix(
-        self, request: control_pb2.PinPrefixRequest, context: ServicerContext
-    ) -> control_pb2.PinPrefixResponse:
-        """Pin a prefix, even if the client disconnects."""
-        async with status_on_error(context):
-            prefix, tenant = prompt_from(request), get_tenant(context)
-            num_tokens = await self._service.pin_prefix(
-                request.name, prefix, request.cache_salt, tenant, request.adapter
-            )
-            return control_pb2.PinPrefixResponse(num_pinned_tokens=num_tokens)
-
-    async def UnpinPrefix(
-        self, request: control_pb2.UnpinPrefixRequest, context: ServicerContext
-    ) -> control_pb2.UnpinPrefixResponse:
-        """Unpin a prefix; requests that share it continue."""
-        async with status_on_error(context):
-            self._service.unpin_prefix(request.name, get_tenant(context))
-            return control_pb2.UnpinPrefixResponse()
-
-    async def LoadAdapter(
-        self, request: control_pb2.LoadAdapterRequest, context: ServicerContext
-    ) -> control_pb2.LoadAdapterResponse:
-        """Load an adapter, even if the client disconnects."""
-        async with status_on_error(context):
-            adapter = await self._service.load_adapter(request.name, request.path)
-            return control_pb2.LoadAdapterResponse(num_bytes=adapter.num_bytes)
-
-    async def UnloadAdapter(
-        self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext
-    ) -> control_pb2.UnloadAdapterResponse:
-        """Unload an adapter; requests that use it continue."""
-        async with status_on_error(context):
-            self._service.unload_adapter(request.name)
-            return control_pb2.UnloadAdapterResponse()
-
-    async def UpdateWeights(
-        self, request: control_pb2.UpdateWeightsRequest, context: ServicerContext
-    ) -> control_pb2.UpdateWeightsResponse:
-        """Replace the weights, even if the client disconnects."""
-        async with status_on_error(context):
-            mode = _UPDATE_MODES.get(request.mode)
-            if mode is None:
-                raise InvalidArgument("mode", f"{request.mode} is not a value of UpdateMode")
-            version = await self._service.update_weights(request.path, mode, request.version or None)
-            return control_pb2.UpdateWeightsResponse(weight_version=version)
-
-    async def ListAdapters(
-        self, request: control_pb2.ListAdaptersRequest, context: ServicerContext
-    ) -> control_pb2.ListAdaptersResponse:
-        """Return the adapters that requests can use."""
-        async with status_on_error(context):
-            loaded = self._service.state.loaded().adapters.loaded()
-            return control_pb2.ListAdaptersResponse(
-                adapters=[_build_message(control_pb2.Adapter, adapter) for adapter in loaded]
-            )

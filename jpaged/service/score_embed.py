@@ -192,26 +192,32 @@ class VectorOptions:
         normalize: scale vectors to length 1.
         dimensions: keep only the first numbers of each vector.
         prompt_name: the model's prompt to put before texts.
+        classifies: return probabilities of labels instead, or logits if `normalize` is False.
     """
 
     pooling: Pooling | None = None
     normalize: bool | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
+    classifies: bool = False
 
     @classmethod
     def of_encode(cls, params: PoolingParams, task: str | None) -> VectorOptions:
         """Return the options of `LLM.encode`: vectors have length 1 by default, as in vLLM."""
         pooling: Pooling | None = "all" if task == "token_embed" else None
-        return cls(pooling, params.is_normalized(default=True), params.dimensions)
+        return cls(pooling, params.is_normalized(default=True), params.dimensions, classifies=task == "classify")
 
     def check(self, pooler: Pooler | None, hidden_size: int) -> None:
         """Reject options that the model does not support.
 
         Raises:
             InvalidArgument: names the field.
-            Unsupported: the model classifies.
+            Unsupported: the model classifies, or should and has no head.
         """
+        if self.classifies:
+            if pooler is None or not pooler.labels:
+                raise Unsupported("pooling_task: 'classify' is not supported: the model has no classification head")
+            return
         if self.pooling is None and pooler is not None and pooler.labels:
             raise Unsupported("this model classifies texts and has no vectors of its own: use /classify or /score")
         if self.prompt_name is not None and (pooler is None or self.prompt_name not in pooler.prompts):
@@ -283,6 +289,8 @@ def get_pooling_output(
     """Return the result of `LLM.encode` from a finished request with pooling."""
     if isinstance(output.embedding, memoryview):
         data = PoolingOutput(get_token_embeddings(output, normalize=bool(options.normalize)))
+    elif options.classifies and pooler is not None:
+        data = PoolingOutput(get_classification(pooler, output, use_activation=options.normalize is not False).values)
     else:
         data = PoolingOutput(options.embedding(pooler, output).values)
     return PoolingRequestOutput(output.request_id, data, output.prompt_token_ids, output.usage.cached_tokens)

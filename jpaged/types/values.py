@@ -593,6 +593,11 @@ class RequestOutput:
         return self.usage.cached_tokens
 
     @property
+    def weight_version(self) -> str:
+        """The version of the weights that sampled the last tokens; "" if not reported."""
+        return self.outputs[-1].weight_version if self.outputs else ""
+
+    @property
     def metrics(self) -> RequestStateStats | None:
         """`times` by vLLM's names."""
         return None if self.times is None else RequestStateStats.from_times(self.times, self.usage)

@@ -286,12 +286,15 @@ ARCHITECTURES = {
     "one-chip": ("gpt2-xl@v6e:1x1", "falcon-7b@v6e:1x1", "phi-3-mini-4k@v6e:1x1", "qwen2.5-0.5b@v6e:1x1"),
     "wide": ("gpt-neox-20b@v6e:2x2", "starcoder2-15b@v6e:2x2", "llama-2-7b@v6e:2x2", "mistral-7b-v0.3@v6e:1x1"),
     "kinds-of-layers": ("gemma-2-2b@v6e:1x1", "gemma-3-1b@v6e:1x1", "qwen3-0.6b@v6e:1x1", "gpt-oss-20b@v6e:2x2"),
+    "shared-keys": ("gemma-3n-e4b@v6e:1x1", "gemma-4-e2b@v6e:1x1"),
     "variants": ("smollm3-3b@v6e:1x1", "olmo-2-7b@v6e:1x1", "command-r7b@v6e:1x1", "granite-3.1-1b-a400m@v6e:1x1"),
     "experts": ("qwen1.5-moe-a2.7b@v6e:2x2", "deepseek-v2-lite@v6e:2x2", "qwen3-30b-a3b@v6e:2x2"),
 }
 
 
-@pytest.mark.parametrize("which", long("kinds-of-layers") + deep("one-chip", "wide", "variants", "experts"))
+@pytest.mark.parametrize(
+    "which", long("kinds-of-layers") + deep("one-chip", "wide", "shared-keys", "variants", "experts")
+)
 def test_every_architecture_is_served_in_place(which: str) -> None:
     results = compile_cells(*(f"{model}#forward[64]" for model in ARCHITECTURES[which]))
     assert len(results) == len(ARCHITECTURES[which])

@@ -214,8 +214,9 @@ async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
         assert (await client.model_info()).weight_version == "0"
         assert await client.update_weights(str(files / "a"), mode="wait", version=100) == "100"
         assert (await client.model_info()).weight_version == "100"
-        (output,) = (await client.complete(PROMPT, GREEDY)).outputs
-        assert output.token_ids == tokens_of(5)
+        result = await client.complete(PROMPT, GREEDY)
+        (output,) = result.outputs
+        assert output.token_ids == tokens_of(5) and result.weight_version == "100"
         assert (output.weight_version, output.weight_versions) == ("100", (("100", 4),))
         with pytest.raises(InvalidArgument, match=r"path: .*nothing"):
             await client.update_weights(str(files / "nothing"))

@@ -32,6 +32,7 @@ from jpaged import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from jpaged.checkpoints.pooler import CheckpointPooler, Dense
 from jpaged.client.convert import sampling_message
 from jpaged.config import EngineConfig
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
@@ -345,7 +346,7 @@ async def test_every_token_has_a_vector(open_model: Open) -> None:
     ("name", "value", "error", "problem"),
     [
         ("dimensions", 0, InvalidArgument, "0 is out of range: must be an integer >= 1"),
-        ("task", "classify", Unsupported, "'classify' is not supported"),
+        ("task", "score", Unsupported, "'score' is not supported"),
         ("use_activation", "no", InvalidArgument, "'no' is not True, False or None"),
         ("normalize", 0, InvalidArgument, "0 is not True, False or None"),
         ("truncate_prompt_tokens", 0, InvalidArgument, "0 is out of range: must be an integer >= 1, or -1"),
@@ -746,6 +747,22 @@ def test_an_id_is_free_after_an_abort(open_model: Open) -> None:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert tokens(outputs[-1:]) == tokens(open_model().generate(["two"], GREEDY))
+
+
+def test_encode_classifies_if_the_model_has_a_head(open_model: Open) -> None:
+    llm = open_model()
+    with pytest.raises(Unsupported, match="'classify' is not supported: the model has no classification head"):
+        llm.encode([IDS], pooling_task="classify")
+    (state,) = llm.encode([IDS], PoolingParams(use_activation=False), use_tqdm=False)
+    layer = Dense(np.full((len(state.outputs.data), 2), [0.001, 0.002], np.float32))
+    pooler = CheckpointPooler(layers=(layer,), labels=("no", "yes"), function="softmax")
+    llm._serving = dataclasses.replace(llm._serving, pooler=pooler)
+    (want,) = llm.classify([IDS])
+    for given in ({"pooling_task": "classify"}, {"pooling_params": PoolingParams(task="classify")}):
+        (found,) = llm.encode([IDS], **given)
+        assert found.outputs.data == want.outputs.probs and found.prompt_token_ids == want.prompt_token_ids
+    (logits,) = llm.encode([IDS], PoolingParams(use_activation=False), pooling_task="classify")
+    np.testing.assert_allclose(logits.outputs.data, np.array(state.outputs.data) @ layer.kernel, rtol=1e-5)
 
 
 def test_engines_take_the_arguments_of_vllms_constructors() -> None:

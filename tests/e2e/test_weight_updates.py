@@ -237,8 +237,8 @@ def test_all_replicas_have_the_new_weights(tmp_path: Path) -> None:
         broken = {**tensors, "model.norm.weight": np.full_like(tensors["model.norm.weight"], np.nan)}
         with pytest.raises(InvalidArgument, match="not finite"):
             llm.update_weights(broken)
-        with pytest.raises(Unavailable):
-            outputs_of(llm)
+        with pytest.raises(Unavailable, match="asleep"):
+            tokens_of(llm, PROMPTS[0], 2)
         assert llm.wake_up() is True
         assert outputs_of(llm) == before
 

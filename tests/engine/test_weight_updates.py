@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from jpaged.testing import (
 from jpaged.types import FinishReason, LoadedAdapter, WeightVersionRun
 from tests.engine.data_parallel.fleet import Fleet
 from tests.engine.harness import Harness
+from tests.engine.kv_cache.offload.disks import Server
 
 PROMPT = list(range(10, 24))
 
@@ -147,6 +149,24 @@ def test_the_version_is_part_of_every_block_key() -> None:
         h.run()
         updated(h, FakeUpdate(1), version="same")
     assert len(keys) == 3 and root_block_hash("") in keys
+
+
+def test_log_probabilities_of_a_prompt_are_all_of_one_version() -> None:
+    prompt = [n % 100 for n in range(40)]
+    told = []
+    for num_steps in (0, 2):  # before the update; a step computes 16 tokens
+        h = Harness()
+        if not num_steps:
+            updated(h, FakeUpdate(6))
+        h.submit("a", prompt, max_tokens=3, prompt_logprobs=1)
+        for _ in range(num_steps):
+            h.step()
+        if num_steps:
+            updated(h, FakeUpdate(6))
+        h.run()
+        assert h.tokens("a") == expected_tokens(prompt, 3, weight=6)
+        told.append([position for event in h.events["a"] for position in event.prompt_logprobs])
+    assert len(told[0]) == 39 and told[0] == told[1]
 
 
 def test_an_adapter_stays_loaded() -> None:
@@ -283,29 +303,53 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
     assert fleet.tokens("c") == expected_tokens(PROMPT, 4, weight=3)
 
 
-def test_no_answer_mixes_versions_while_many_requests_run() -> None:
-    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=4), num_scheduler_steps=2, max_num_queued_reqs=256)
+@pytest.mark.parametrize(("num_requests", "num_updates"), [(40, 5), pytest.param(10_000, 50, marks=pytest.mark.long)])
+def test_no_answer_mixes_versions_while_many_requests_run(num_requests: int, num_updates: int) -> None:
+    h = Harness(executor=SeveralStepsExecutor(max_num_seqs=8), num_scheduler_steps=2, max_num_queued_reqs=num_requests)
+    between, num_tokens = num_requests // num_updates, 6
     h.engine.start()
     try:
-        futures: list[Future[str]] = []
-        for number in range(60):
-            if number % 10 == 5:
-                if futures:
-                    futures[-1].result(60)
-                futures.append(h.engine.update_weights(FakeUpdate(number)))
-            h.submit(str(number), PROMPT[number % 7 :], max_tokens=12)
-        futures[-1].result(60)
-        assert h.engine.drain(60)
+        updates: list[Future[str]] = []
+        for number in range(num_requests):
+            h.submit(str(number), PROMPT[number % 7 :], max_tokens=num_tokens)
+            if number % between == between // 2:
+                if updates:
+                    updates[-1].result(60)
+                updates.append(h.engine.update_weights(FakeUpdate(number)))
+        assert [update.result(60) for update in updates] == [str(n + 1) for n in range(num_updates)]
+        assert h.engine.drain(600)
     finally:
         h.engine.stop()
-    weights = {"0": 0, **{str(index + 1): 10 * index + 5 for index in range(6)}}
-    for number in range(60):
-        tokens, prompt = h.tokens(str(number)), PROMPT[number % 7 :]
-        begin = 0
-        for version, num_tokens in h.last(str(number)).weight_versions:
-            known = tokens[:begin]
-            assert tokens[begin : begin + num_tokens] == expected_tokens(
-                prompt + known, num_tokens, weight=weights[version]
+    weights = {"0": 0, **{str(n + 1): n * between + between // 2 for n in range(num_updates)}}
+    seen: dict[tuple[object, ...], list[int]] = {}
+    for number in range(num_requests):
+        tokens, prompt, begin = h.tokens(str(number)), PROMPT[number % 7 :], 0
+        for version, count in h.last(str(number)).weight_versions:
+            key = (number % 7, *tokens[:begin], weights[version], count)
+            wanted = seen.setdefault(
+                key, expected_tokens(prompt + tokens[:begin], count, weight=weights[version]) if key not in seen else []
             )
-            begin += num_tokens
-        assert begin == 12
+            assert tokens[begin : begin + count] == wanted
+            begin += count
+        assert begin == num_tokens
+
+
+def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> None:
+    prompt = [n % 100 for n in range(26)]
+
+    def run(weights: list[int]) -> list[int]:
+        """One life of a server; what each request finds, with the first weights and after each update."""
+        server = Server(tmp_path)
+        found = [server.ask("0", prompt)]
+        for number, weight in enumerate(weights, start=1):
+            updated(server.h, FakeUpdate(weight))
+            found.append(server.ask(str(number), prompt, weight=weight))
+            server.run()
+        assert server.h.engine.drain(60)
+        server.stop()
+        return found
+
+    assert run([3]) == [0, 0]
+    first, second, again = run([4, 3])  # "1" was of other weights in the first life, and so was "2"
+    assert first > 0 and (second, again) == (0, 0)
+    assert run([3])[1] > 0  # the same name of the same weights

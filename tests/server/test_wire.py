@@ -429,5 +429,5 @@ def test_facts_and_load_cross_whole():
     first, second = map(dataclasses.asdict, load.replicas)
     assert first == {name: numbers[name] for name in of_replica}
     assert second == {name: 100 + numbers[name] for name in of_replica}
-    backend = server_wire._build_message(control_pb2.Backend, BACKEND)
+    backend = server_wire.build_message(control_pb2.Backend, BACKEND)
     assert {field.name: value for field, value in backend.ListFields()} == dataclasses.asdict(BACKEND)

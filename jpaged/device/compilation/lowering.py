@@ -385,7 +385,7 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     of_sample = compiler_options(device, formats["sample"])
 
     def options(spec: ProgramSpec) -> dict[str, str] | None:
-        return compiler_options(device, formats[spec.kind], overlaps_sums=step.num_column_parts(spec.size) > 1)
+        return compiler_options(device, formats[spec.kind], overlaps_sums=step.state_parts(spec.size)[1] > 1)
 
     head = {name: tree for name, tree in params.items() if name != "layers"}
     pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)

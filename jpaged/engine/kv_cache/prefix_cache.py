@@ -560,10 +560,13 @@ class PrefixCacheManager:
         if self.states is not None and key is not None:
             self.states.remove(key)
 
-    def reset(self) -> int:
+    def reset(self, *, keeps_stores: bool = False) -> int:
         """Remove all unreferenced prefixes, in lower tiers too; return the number of their blocks.
 
         Blocks that sequences or pins reference stay cached.
+
+        Args:
+            keeps_stores: tiers below host memory keep theirs.
         """
         free = [block_id for block_id in self._cached_ids() if self.pool.is_free(block_id)]
         for block_id in free:
@@ -571,7 +574,8 @@ class PrefixCacheManager:
         self.num_cached -= len(free)
         if self.states is not None:
             self.states.reset()
-        return len(free) + self._host.reset() + sum(connector.reset() for connector in self._connectors)
+        stores = () if keeps_stores else self._connectors
+        return len(free) + self._host.reset() + sum(connector.reset() for connector in stores)
 
     def set_weights(self, digest: bytes) -> None:
         """Set the digest of the weights that write blocks from now on."""

@@ -2,13 +2,12 @@
 
 routing.py      rows of scores -> experts and their weights; rows sorted by expert
 weights.py      the matrices of the experts of a layer, alone or in the array of all layers; the gate function
-apply.py        the entry point: chooses the backend, and adds the last bias
-sorted_rows.py  rows sorted by expert: a grouped matmul on accelerators, a loop over tiles of one expert on CPUs
+sorted_rows.py  the entry point; rows sorted by expert: a grouped matmul on accelerators, a loop over tiles on CPUs
 cpu/            the kernel that reads packed experts
 """
 
-from jpaged.kernels.experts.apply import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts
 from jpaged.kernels.experts.routing import ExpertMap, Routes, route
+from jpaged.kernels.experts.sorted_rows import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts
 from jpaged.kernels.experts.weights import ExpertWeights, StackedExperts
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""Experts of rows sorted by expert: by a grouped matmul on accelerators, and in tiles of one expert each on CPUs.
+"""The entry point of a mixture of experts, which chooses the backend and adds the last bias.
+
+Rows are sorted by expert: for a grouped matmul on accelerators, and for tiles of one expert each on CPUs.
 
 On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
 matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
@@ -16,15 +18,20 @@ On CPUs a tile has a fixed number of rows, so that the order of a row's sums doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes, SortedRows
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join, placed
+from jpaged.kernels.matmul import PackedMatrix, tpu
+from jpaged.kernels.matmul.on_device import takes_tpu_kernel
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, multiply
+from jpaged.kernels.matmul.triton.grouped import ProductBackend, multiply_sorted, unsupported_reason
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
@@ -124,3 +131,72 @@ def _project(x_ti: jax.Array, kernel_io: jax.Array | QuantizedMatrix, bias_o: ja
         precision = jax.lax.Precision.HIGHEST if x_ti.dtype == jnp.float32 else None
         y_to = jax.lax.dot(x_ti, kernel_io, precision=precision, preferred_element_type=jnp.float32)
     return y_to if bias_o is None else y_to + bias_o.astype(jnp.float32)
+
+
+ExpertsBackend = Literal["tiles", "wide-tiles", "ragged"] | ProductBackend
+"""Backends for unpacked matrices: loops over small or larger tiles, XLA's grouped matmul, or a GPU kernel's."""
+ExpertsKernel = Callable[[jax.Array, Routes, ExpertWeights, GateFunction], jax.Array]
+"""Computes `sum_experts`; on several devices, their parts and the sum of those."""
+
+
+def apply_experts(
+    x_te: Float[Array, "T E"],
+    routes: Routes,
+    weights: ExpertWeights,
+    gate: GateFunction,
+    kernel: ExpertsKernel | None = None,
+) -> Float[Array, "T E"]:
+    """Return the weighted sum of the outputs of each row's experts, accumulated and returned in float32.
+
+    A row's result depends only on that row and its experts: experts have no capacity limit, and no row is dropped. Rows
+    that are sent nowhere are zeros.
+
+    Args:
+        x_te: float32, bfloat16 or float16, as the matrices; values between the two matmuls are rounded to that.
+        kernel: computes everything except the last bias; None is `sum_experts`.
+    """
+    without_bias = dataclasses.replace(weights, down_bias=None)
+    y_te = (kernel or sum_experts)(x_te, routes, without_bias, gate)
+    if weights.down_bias is None:
+        return y_te
+    num_experts = weights.num_experts
+    bias_tke = weights.down_bias[jnp.minimum(routes.ids_tk, num_experts - 1)].astype(jnp.float32)
+    weights_tk = jnp.where(routes.ids_tk < num_experts, routes.weights_tk, 0.0)
+    mixed_te: jax.Array = jnp.sum(weights_tk[..., None] * bias_tke, axis=1)
+    return y_te + mixed_te
+
+
+def sum_experts(
+    x_te: Float[Array, "T E"],
+    routes: Routes,
+    weights: ExpertWeights,
+    gate: GateFunction,
+    backend: ExpertsBackend = "tiles",
+) -> Float[Array, "T E"]:
+    """Compute `apply_experts` without the last bias, on one device.
+
+    Packed matrices are read by the CPU kernel whatever the backend. Quantized ones are multiplied in a loop, unless the
+    GPU kernel (backend triton or cuda) or the TPU kernel of grouped matmuls (backend ragged) supports them.
+    """
+    if isinstance(weights.gate, PackedMatrix):
+        return loaded().apply(x_te, routes, weights, gate)
+    if backend == "tiles":
+        return apply_tiles(x_te, routes, weights, gate)
+    if backend in ("triton", "cuda") and takes_all(weights, backend):
+        return apply_grouped(x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend))
+    if backend == "ragged" and _takes_all_on_tpu(weights):
+        return apply_grouped(x_te, routes, weights, gate, tpu.multiply_sorted)
+    if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):
+        return apply_tiles(x_te, routes, weights, gate, rows_for(routes, weights.num_experts))
+    return apply_grouped(x_te, routes, weights, gate)
+
+
+def takes_all(weights: ExpertWeights, backend: ProductBackend = "triton") -> bool:
+    """Return True if a GPU kernel supports all matrices of a layer's experts."""
+    matrices = (flat(matrices)[0] for matrices in (weights.gate, weights.up, weights.down))
+    return not any(unsupported_reason(each, backend) for each in matrices)
+
+
+def _takes_all_on_tpu(weights: ExpertWeights) -> bool:
+    matrices = [flat(matrices)[0] for matrices in (weights.gate, weights.up, weights.down)]
+    return all(isinstance(each, QuantizedMatrix) and takes_tpu_kernel(each) for each in matrices)

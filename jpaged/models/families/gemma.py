@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
@@ -188,9 +187,11 @@ def _read_per_layer(fields: JsonFields, key: str, num_layers: int, missing: obje
         InvalidArgument: another number of them, or something else.
     """
     value = fields.value(key, missing)
-    found: list[Any] = value if isinstance(value, list) else [value] * num_layers
-    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in found):
-        raise fields.bad(key, f"is {value!r}; it must have numbers")
+    given, found = value if isinstance(value, list) else [value] * num_layers, []
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, int | float):
+            raise fields.bad(key, f"is {value!r}; it must have numbers")
+        found.append(one)
     if len(found) != num_layers:
         raise fields.bad(key, f"has {len(found)} numbers; there are {num_layers} layers")
     return found

@@ -33,7 +33,7 @@ import grpc
 from jpaged import json_text
 from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from jpaged.errors import InvalidArgument, NotFound, Unavailable, Unsupported
-from jpaged.server.compat.calls import completed, estimate_size, naming, whole_size
+from jpaged.server.compat import completed, estimate_size, naming, whole_size
 from jpaged.server.compat.open_inference_request import (
     OUTPUTS,
     VERSION,

@@ -30,7 +30,7 @@ import numpy as np
 from jpaged._proto.open_inference import inference_pb2
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
-from jpaged.server.compat.calls import SAMPLING, naming
+from jpaged.server.compat import SAMPLING, naming
 from jpaged.types import Prompt, SamplingParams
 
 VERSION = "1"

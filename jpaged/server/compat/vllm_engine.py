@@ -44,7 +44,7 @@ from jpaged.access import authenticator as access
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, PermissionDenied, Unsupported
 from jpaged.sampling_params import NO_DEFAULTS
-from jpaged.server.compat.calls import SAMPLING, completed, estimate_size, naming, whole_size
+from jpaged.server.compat import SAMPLING, completed, estimate_size, naming, whole_size
 from jpaged.server.grpc_server import ServicerContext, status_on_error
 from jpaged.server.servicer import get_caller, get_tenant
 from jpaged.server_load import EngineLoad

@@ -173,7 +173,9 @@ def test_an_mtp_layer_is_planned_with_its_model() -> None:
     scheduler = EngineConfig.load({"speculative_config": speculation}).scheduler
     scheduler = dataclasses.replace(scheduler, max_num_seqs=4, max_num_batched_tokens=16)
     found = deployment(64 * MIB, scheduler=scheduler, model=model, draft=mtp)
-    assert {"speculate[8]", "draft[16]", "draft_copy[8]", "forward[16]"} <= {one.name for one in found.programs}
+    names = {program.name for program in found.programs}
+    assert {"speculate[8]", "draft[16]", "forward[16]"} <= names
+    assert any(name.startswith("draft_copy") for name in names)
     plain = deployment(64 * MIB, model=model).memory.request
     state_bytes, key_bytes = 4 * 32, 8 * 2 * 2 * 16 * 4
     assert found.memory.request.bytes_per_block == plain.bytes_per_block + key_bytes + state_bytes

@@ -72,6 +72,7 @@ def test_a_step_sums_twice_a_layer_and_moves_nothing_else(name: str, layer_mode:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tiny states have two parts."""
     monkeypatch.setattr(sharded_matmul, "_LEAST_STATES", {2: 1})
+    monkeypatch.setattr(sharded_matmul, "_CHUNK_WEIGHTS", 1)
     monkeypatch.setattr(sharded_matmul, "_LANES", 1)
 
 
@@ -162,7 +163,13 @@ def test_states_have_parts_where_matmuls_hide_their_sums(monkeypatch: pytest.Mon
     assert few == {32: 1, 64: 1, 512: 1}  # columns that parts cannot share
     assert some == {32: 1, 64: 1, 512: 2}
     assert many == {32: 1, 64: 2, 512: 4}
-    assert [sharded_matmul.num_row_chunks(num) for num in (512, 1024, 2046, 2048, 2049, 8192)] == [1, 1, 1, 2, 1, 2]
+    llama_70b, llama_8b = (
+        sharded_matmul.count_layer_weights(KNOWN_MODELS[name].config, num_devices)
+        for name, num_devices in (("llama-3-70b", 8), ("llama-3-8b", 4))
+    )
+    chunks = [sharded_matmul.num_row_chunks(num, llama_70b) for num in (512, 1024, 2046, 2048, 2049, 8192)]
+    assert chunks == [1, 1, 1, 2, 1, 2]
+    assert sharded_matmul.num_row_chunks(8192, llama_8b) == 1
 
 
 @pytest.mark.parametrize(("num_contexts", "num_parts"), [(4, 1), (2, 2)])

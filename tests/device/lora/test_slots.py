@@ -52,7 +52,8 @@ class Served:
 
     def __init__(self, folder: Path, adapters: tuple[TinyAdapter, ...] = ADAPTERS, **options: Any) -> None:
         chosen = EngineConfig.load({**OPTIONS, **options})
-        where = MeshPlacement.of(MODEL, serving_mesh(chosen.parallel.tensor_parallel_size))
+        parallel = chosen.parallel
+        where = MeshPlacement.of(MODEL, serving_mesh(parallel.tensor_parallel_size, 1, parallel.pipeline_parallel_size))
         params = load_params(
             MODEL,
             write_checkpoint(CASE, folder / "base"),
@@ -184,7 +185,9 @@ FORMS = (
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"linear_backend": "xla"}, {"tensor_parallel_size": 2}], ids=["packed", "xla", "tp2"]
+    "options",
+    [{}, {"linear_backend": "xla"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 3}],
+    ids=["packed", "xla", "tp2", "pp3"],
 )
 @pytest.mark.long
 def test_other_forms_run_next_to_each_other_and_the_base(tmp_path: Path, options: dict[str, Any]) -> None:

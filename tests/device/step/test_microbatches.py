@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.step import Microbatches
+from jpaged.device.mesh import Microbatches
 
 NUMS = [1, 7, 0, 1, 4, 2]
 """Queries of each row; a row in use may have none."""

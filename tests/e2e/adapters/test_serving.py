@@ -124,10 +124,14 @@ def test_preempted_rows_go_on_with_their_adapters(folder: Path, merged: Tokens, 
     assert (load.num_blocks_swapped_in > 0) == (mode == "swap")
 
 
-@pytest.mark.parametrize("option", ["data_parallel_size", "tensor_parallel_size"])
+@pytest.mark.parametrize(
+    "option",
+    ["data_parallel_size", "tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.long)],
+)
 def test_copies_and_parts_of_the_model_have_the_same_adapters(folder: Path, merged: Tokens, option: str) -> None:
     lora = [f"{adapter.name}={folder / adapter.name}" for adapter in ADAPTERS]
-    with open_llm(folder / "base", lora=lora, max_loras=3, **SIZES, **{option: 2}) as llm:
+    size = {option: 3 if option == "pipeline_parallel_size" else 2}  # of three layers
+    with open_llm(folder / "base", lora=lora, max_loras=3, **SIZES, **size) as llm:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS for _ in NAMES]
         outputs = llm.generate(prompts, GREEDY, adapter=[name or None for _ in PROMPTS for name in NAMES])
     found = [output.outputs[0].token_ids for output in outputs]

@@ -92,10 +92,7 @@ def test_the_option_goes_with_others(options: dict[str, Any], tmp_path: Path) ->
 
 def test_what_has_no_stages_is_refused_by_name() -> None:
     draft = '{"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}'
-    for options, problem in (
-        ({"enable_lora": True}, "adapter slots are not split into stages"),
-        ({"speculative_config": draft}, "draft_model drafts are not split into stages"),
-    ):
+    for options, problem in (({"speculative_config": draft}, "draft_model drafts are not split into stages"),):
         with pytest.raises(InvalidArgument, match=f"pipeline_parallel_size: 2: {problem}"):
             EngineConfig.load({"pipeline_parallel_size": 2, **options})
 

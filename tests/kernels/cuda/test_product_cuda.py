@@ -14,7 +14,7 @@ import pytest
 from jpaged.kernels import cuda_library as library
 from jpaged.kernels import lowered_device
 from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, sum_experts
-from jpaged.kernels.experts.apply import takes_all
+from jpaged.kernels.experts.sorted_rows import takes_all
 from jpaged.kernels.matmul import quantized
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix, dequantize, quantize, rows_on_device
 from jpaged.kernels.matmul.triton import grouped
