@@ -47,7 +47,7 @@ def write_mixed(case: TinyCase, folder: Path) -> dict[str, np.ndarray]:
     stored = {
         name: tensor if "norm" in name else tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors(case).items()
     }
-    embeddings = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+    embeddings = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings")
     first = next(name for name in stored if name.split(".")[-2] in embeddings)
     stored[first].reshape(-1)[:4] = [np.nan, np.inf, -np.inf, -0.0]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
