@@ -183,6 +183,7 @@ class Sequence:
                 f"{len(self.token_ids)} tokens in total and {self.num_in_flight_tokens} in flight"
             )
         del self.token_ids[num_tokens:]
+        self.versions = tuple((version, min(end, num_tokens)) for version, end in self.versions)
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
 
     def branch(self, index: int) -> Sequence:
@@ -339,7 +340,11 @@ class SequenceGroup:
             self.sequences.append(sequence)
         self.reset_for_recompute()
         if request.prompt_logprobs_start is not None or request.pooling is not None:
-            self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
+            self.request_prompt_outputs()
+
+    def request_prompt_outputs(self) -> None:
+        """Request the aux outputs of the prompt, from its first position on."""
+        self.sequences[0].request_prompt_logprobs(self.request.prompt_logprob_positions)
 
     def _root(self, weights: bytes) -> BlockHash:
         request = self.request

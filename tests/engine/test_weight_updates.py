@@ -6,12 +6,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.core import PauseMode
-from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache.blocks import root_block_hash
+from jpaged.engine.engine import Engine, check_version
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, root_block_hash
+from jpaged.engine.sequence import Sequence
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.testing import (
     ByteTokenizer,
@@ -335,3 +337,121 @@ def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> No
     first, second, again = run([4, 3])  # "1" was of other weights in the first life, and so was "2"
     assert first > 0 and (second, again) == (0, 0)
     assert run([3])[1] > 0  # the same name of the same weights
+
+
+@pytest.mark.parametrize("call", ["update", "pause", "sleep"])
+def test_requests_that_a_sleep_keeps_cannot_be_waited_for(call: str) -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    h.engine.sleep(1, "keep")
+    calls: dict[str, Any] = {
+        "update": lambda: h.engine.update_weights(FakeUpdate(3), "wait"),
+        "pause": lambda: h.engine.pause("wait"),
+        "sleep": lambda: h.engine.sleep(2, "wait"),
+    }
+    future = calls[call]()
+    for _ in range(3):
+        h.engine.step()
+    with pytest.raises(Unavailable, match="cannot end during a sleep: call wake_up, or choose another mode"):
+        future.result(0)
+    assert h.engine.is_paused and h.engine.weight_version == "0"
+    h.engine.wake_up()
+    h.run()
+    assert h.tokens("a") == expected_tokens(PROMPT, 9)
+
+
+@pytest.mark.parametrize("call", ["pause", "sleep"])
+def test_a_pause_during_an_update_lasts(call: str) -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    update = h.engine.update_weights(FakeUpdate(3))
+    paused = h.engine.pause("keep") if call == "pause" else h.engine.sleep(0, "keep")
+    for _ in range(3):
+        h.engine.step()
+    assert update.result(0) == "1" and paused.result(0) is None and h.engine.is_paused
+    h.engine.resume()
+    h.run()
+    assert h.last("a").weight_versions[-1].version == "1"
+    updated(h, FakeUpdate(4))
+    assert not h.engine.is_paused
+
+
+def test_an_update_that_keeps_requests_ends_a_wait_for_their_end_with_an_error() -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    asleep = h.engine.sleep(1, "wait")
+    h.step()
+    updated(h, FakeUpdate(3))
+    with pytest.raises(Unavailable, match="generation was paused before all requests had ended"):
+        asleep.result(0)
+    h.run()
+    assert len(h.tokens("a")) == 9 and not h.engine.asleep and not h.engine.is_paused
+
+
+def test_log_probabilities_of_a_prompt_are_of_one_version() -> None:
+    prompt = [n % 100 for n in range(40)]
+
+    def measured(num_steps: int) -> tuple[object, ...]:
+        """Those of a prompt whose weights are replaced after some steps."""
+        h = Harness(executor=FakeExecutor(max_num_batched_tokens=8))
+        h.submit("a", prompt, max_tokens=2, prompt_logprobs=1)
+        for _ in range(num_steps):
+            h.step()
+        updated(h, FakeUpdate(5))
+        h.run()
+        return tuple(one for event in h.events["a"] for one in event.prompt_logprobs)
+
+    want = measured(0)
+    assert len(want) == 39
+    assert [measured(num_steps) for num_steps in (1, 2, 3, 4)] == [want] * 4
+
+
+def test_replicas_count_their_versions_alike_after_one_has_failed() -> None:
+    fleet = Fleet(2)
+    broken: Any = fleet.engines[1]._executor
+
+    def fail(update: FakeUpdate) -> None:
+        broken.discard()
+        raise InvalidArgument("weights", "tensor w is not finite")
+
+    works, broken.update = broken.update, fail
+    failed = fleet.replicas.update_weights(FakeUpdate(3))
+    for engine in fleet.engines:
+        engine.step()
+    fleet.engines[0].resume()  # too early: the other replica has not failed yet, but will
+    for _ in range(5):
+        fleet.replicas.step()
+    with pytest.raises(InvalidArgument, match="not finite"):
+        failed.result(0)
+    assert [engine.asleep for engine in fleet.engines] == [{"weights"}] * 2
+    assert all(engine.is_paused for engine in fleet.engines)
+    broken.update = works
+    fleet.replicas.wake_up()
+    fleet.run()
+    assert [engine.weight_version for engine in fleet.engines] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(None, None), (7, "7"), (-1, "-1"), (np.int64(7), "7"), ("é" * 128, "é" * 128)]
+)
+def test_versions_are_numbers_or_short_printable_texts(given: Any, name: str | None) -> None:
+    assert check_version(given) == name
+
+
+@pytest.mark.parametrize("given", ["", "a\nb", "\ud800", "x" * 129, True, 1.5, b"x", 10**128, 10**4000])
+def test_other_versions_are_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgument, match="version: .* must be a number or a printable text of at most 128"):
+        check_version(given)
+
+
+def test_tokens_that_are_dropped_belong_to_no_version() -> None:
+    sequence = Sequence(0, [1, 2, 3], SequenceBlocks(8, None))
+    for token_id in (4, 5, 6):
+        sequence.append_forced([token_id])
+    sequence.end_version("0", b"1" * 32)
+    sequence.rewind(4)
+    sequence.append_forced([7, 8])
+    assert sequence.count_versions("1") == (WeightVersionRun("0", 1), WeightVersionRun("1", 2))

@@ -257,6 +257,10 @@ class AuxOutputCollector:
                     if request.position + 1 == request.sequence.prompt_logprobs_end:
                         self.ready[request.group] = self._prompts.pop(request.group)
 
+    def drop_incomplete(self, group: SequenceGroup) -> bool:
+        """Drop the outputs of a prompt that is partly computed; return True if there were some."""
+        return self._prompts.pop(group, None) is not None
+
     def discard(self, group: SequenceGroup) -> None:
         """Remove a request that has ended."""
         self._prompts.pop(group, None)
