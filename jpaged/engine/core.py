@@ -460,8 +460,7 @@ class EngineCore:
         self._output.set_weight_version(self.weight_version)
         for group in self.groups.values():
             group.end_version(former, digest)
-            if self._output.aux_outputs.drop_incomplete(group):
-                group.request_prompt_outputs()  # again, all of the same weights
+            self._output.restart_prompt(group)
 
     def _drop_blocks(self, *, keeps_swapped: bool) -> None:
         """Preempt all requests for recompute, and drop cached prefixes.

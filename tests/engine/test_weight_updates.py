@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine, check_version
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, root_block_hash
 from jpaged.engine.sequence import Sequence
@@ -154,6 +153,24 @@ def test_the_version_is_part_of_every_block_key() -> None:
     assert len(keys) == 3 and root_block_hash("") in keys
 
 
+def test_log_probabilities_of_a_prompt_are_all_of_one_version() -> None:
+    prompt = [n % 100 for n in range(40)]
+    told = []
+    for num_steps in (0, 2):  # before the update; a step computes 16 tokens
+        h = Harness()
+        if not num_steps:
+            updated(h, FakeUpdate(6))
+        h.submit("a", prompt, max_tokens=3, prompt_logprobs=1)
+        for _ in range(num_steps):
+            h.step()
+        if num_steps:
+            updated(h, FakeUpdate(6))
+        h.run()
+        assert h.tokens("a") == expected_tokens(prompt, 3, weight=6)
+        told.append([position for event in h.events["a"] for position in event.prompt_logprobs])
+    assert len(told[0]) == 39 and told[0] == told[1]
+
+
 def test_an_adapter_stays_loaded() -> None:
     h = Harness(executor=with_adapters(2)())
     adapter = LoadedAdapter("a", "", 1, FakeAdapter(5))
@@ -220,8 +237,9 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 
 
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
-    h, unknown = Harness(), cast("PauseMode", "stop")
+    h = Harness()
     h.submit("a", PROMPT, max_tokens=4)
+    unknown: Any = "stop"
     for call, problem in (
         (lambda: h.engine.update_weights("other", "abort"), "is not a FakeUpdate"),
         (lambda: h.engine.update_weights(FakeUpdate(1), unknown), "mode: 'stop' is not one of"),
@@ -288,7 +306,7 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "num_updates"), [(40, 5), pytest.param(10_000, 50, marks=pytest.mark.long)])
-def test_no_answer_mixes_versions_and_none_is_lost(num_requests: int, num_updates: int) -> None:
+def test_no_answer_mixes_versions_while_many_requests_run(num_requests: int, num_updates: int) -> None:
     h = Harness(executor=SeveralStepsExecutor(max_num_seqs=8), num_scheduler_steps=2, max_num_queued_reqs=num_requests)
     between, num_tokens = num_requests // num_updates, 6
     h.engine.start()
@@ -391,24 +409,6 @@ def test_an_update_that_keeps_requests_ends_a_wait_for_their_end_with_an_error()
     assert len(h.tokens("a")) == 9 and not h.engine.asleep and not h.engine.is_paused
 
 
-def test_log_probabilities_of_a_prompt_are_of_one_version() -> None:
-    prompt = [n % 100 for n in range(40)]
-
-    def measured(num_steps: int) -> tuple[object, ...]:
-        """Those of a prompt whose weights are replaced after some steps."""
-        h = Harness(executor=FakeExecutor(max_num_batched_tokens=8))
-        h.submit("a", prompt, max_tokens=2, prompt_logprobs=1)
-        for _ in range(num_steps):
-            h.step()
-        updated(h, FakeUpdate(5))
-        h.run()
-        return tuple(one for event in h.events["a"] for one in event.prompt_logprobs)
-
-    want = measured(0)
-    assert len(want) == 39
-    assert [measured(num_steps) for num_steps in (1, 2, 3, 4)] == [want] * 4
-
-
 def test_replicas_count_their_versions_alike_after_one_has_failed() -> None:
     fleet = Fleet(2)
     broken: Any = fleet.engines[1]._executor
@@ -441,10 +441,16 @@ def test_versions_are_numbers_or_short_printable_texts(given: Any, name: str | N
     assert check_version(given) == name
 
 
-@pytest.mark.parametrize("given", ["", "a\nb", "\ud800", "x" * 129, True, 1.5, b"x", 10**128, 10**4000])
+@pytest.mark.parametrize("given", ["", "a\nb", "\ud800", True, 1.5, b"x"])
 def test_other_versions_are_refused(given: Any) -> None:
-    with pytest.raises(InvalidArgument, match="version: .* must be a number or a printable text of at most 128"):
+    with pytest.raises(InvalidArgument, match=r"version: .* must be a number or a printable text of at most 128"):
         check_version(given)
+
+
+def test_long_versions_are_refused() -> None:
+    for given in ("x" * 129, 10**128, -(10**5000)):
+        with pytest.raises(InvalidArgument, match=r"version: .* must be a number or a printable text of at most 128"):
+            check_version(given)
 
 
 def test_tokens_that_are_dropped_belong_to_no_version() -> None:
