@@ -457,6 +457,8 @@ class EngineCore:
         if prefixes is not None:
             prefixes.set_weights(digest)
         self._weights_digest = digest
+        for connector in self.memory.connectors:
+            connector.cancel_loads()
         self._output.set_weight_version(self.weight_version)
         for group in self.groups.values():
             group.end_version(former, digest)

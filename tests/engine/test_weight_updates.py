@@ -461,3 +461,24 @@ def test_tokens_that_are_dropped_belong_to_no_version() -> None:
     sequence.rewind(4)
     sequence.append_forced([7, 8])
     assert sequence.count_versions("1") == (WeightVersionRun("0", 1), WeightVersionRun("1", 2))
+
+
+def test_blocks_that_a_store_is_reading_are_not_taken_for_those_of_other_weights(tmp_path: Path) -> None:
+    prompt = [n % 60 for n in range(26)]
+    first = Server(tmp_path)
+    first.ask("0", prompt)
+    assert first.h.engine.drain(60)
+    first.stop()
+    server = Server(tmp_path)
+    server.readers.hold()
+    server.submit("a", prompt, weight=4)
+    server.submit("b", prompt, weight=4)  # waits for the same blocks
+    server.h.engine.step()
+    assert len(server.queues.pending_fetch) == 2
+    updated(server.h, FakeUpdate(4))
+    server.readers.release()
+    server.run()
+    for name in "ab":
+        assert server.h.tokens(name) == expected_tokens(prompt, 3, weight=4, vocab_size=61)
+    assert server.h.engine.drain(60)
+    server.stop()
