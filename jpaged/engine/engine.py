@@ -784,11 +784,18 @@ class Engine:
 
 
 def update_replicas(
-    engines: Sequence[Engine], weights: object, mode: PauseMode, version: str | int | None
+    engines: Sequence[Engine],
+    weights: object,
+    mode: PauseMode,
+    version: str | int | None,
+    forget_pins: Callable[[], None] = lambda: None,
 ) -> Future[str]:
     """Replace the weights of all replicas while none of them runs a step; see `Engine.update_weights`.
 
     check all | pause all | replace all | resume all       an error in one replica: all discard their weights
+
+    Args:
+        forget_pins: called when all are paused, before they drop their pinned prefixes.
     """
     check_mode(mode)
     named = check_version(version)
@@ -824,6 +831,7 @@ def update_replicas(
         if (error := first_error(pauses)) is not None:
             end(error)
             return
+        forget_pins()
         parts = [engine.apply_update(update, named) for engine, update in zip(engines, updates, strict=True)]
         when_all_are_done(parts, lambda: end(first_error(parts)))
 

@@ -138,6 +138,8 @@ def test_what_are_not_weights_of_the_model_is_refused(tmp_path: Path) -> None:
         ({}, "weights: has no tensor of the model"),
         (7, "weights: is a int, not a folder or arrays by name"),
         (tmp_path / "nowhere", "does not exist"),
+        ("", "weights: is an empty path"),
+        ("a" * 5000, "weights: a{80}: File name too long"),
         (tmp_path / "empty", "has neither model.safetensors nor"),
     ):
         with pytest.raises(InvalidArgument, match=problem):

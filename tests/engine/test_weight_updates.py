@@ -482,3 +482,26 @@ def test_blocks_that_a_store_is_reading_are_not_taken_for_those_of_other_weights
         assert server.h.tokens(name) == expected_tokens(prompt, 3, weight=4, vocab_size=61)
     assert server.h.engine.drain(60)
     server.stop()
+
+
+def test_prefixes_stay_pinned_in_replicas_that_were_resumed_too_early() -> None:
+    fleet = Fleet(2)
+    replicas = fleet.replicas
+    pinned = replicas.pin_prefix("p", PROMPT)
+    fleet.run()
+    assert pinned.result(0) == 12
+    fleet.submit("a", PROMPT, max_tokens=9)
+    future = replicas.update_weights(FakeUpdate(3), "wait")
+    replicas.step()
+    replicas.resume()
+    fleet.run()
+    with pytest.raises(Unavailable, match="resumed"):
+        future.result(0)
+    assert replicas.unpin_prefix("p") and not replicas.unpin_prefix("p")
+    again = replicas.pin_prefix("p", PROMPT)
+    fleet.run()
+    assert again.result(0) == 12
+    future = replicas.update_weights(FakeUpdate(3))
+    for _ in range(5):
+        replicas.step()
+    assert future.result(0) == "1" and not replicas.unpin_prefix("p")
