@@ -471,6 +471,7 @@ class ArrayTensors:
             if name in self._arrays:
                 raise InvalidArgument(self._FIELD, f"tensor {name} occurs twice")
             self._arrays[name] = _view_array(self._FIELD, name, array)
+            self._undeleted(name)
 
     def _named(self, pairs: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         """Yield the arrays of nested dictionaries by their names, joined with dots."""
@@ -503,7 +504,7 @@ class ArrayTensors:
         """See `TensorSource.read`; a JAX array is copied to the host, unless it is there."""
         check_shape(self, name, shape)
         self.dtype(name)
-        return np.asarray(self._arrays[name])[index]
+        return np.asarray(self._undeleted(name))[index]
 
     def where(self, name: str) -> Path:
         """Return the argument's name, for error messages."""
@@ -511,19 +512,24 @@ class ArrayTensors:
 
     def on_device(self, names: Iterable[str]) -> list[jax.Array] | None:
         """Return the JAX arrays of these names; None if one is not a JAX array."""
-        found = [array for name in names if isinstance(array := self._arrays[name], jax.Array)]
+        found = [array for name in names if isinstance(array := self._undeleted(name), jax.Array)]
         return found if len(found) == len(list(names)) else None
+
+    def _undeleted(self, name: str) -> np.ndarray | jax.Array:
+        """Return an array. Raise InvalidArgument if it was deleted or donated."""
+        array = self._arrays[name]
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise InvalidArgument(self._FIELD, f"tensor {name} is a deleted or donated array")
+        return array
 
 
 def _view_array(field: str, name: str, given: Any) -> np.ndarray | jax.Array:
     """Return a NumPy or JAX array that has the memory of a given one.
 
     Raises:
-        InvalidArgument: it is no array, is deleted, or its memory is not accessible here.
+        InvalidArgument: it is no array, or its memory is not accessible here.
     """
     if isinstance(given, jax.Array):
-        if given.is_deleted():
-            raise InvalidArgument(field, f"tensor {name} is a deleted or donated array")
         if not given.is_fully_addressable:
             raise InvalidArgument(field, f"tensor {name} is not completely on devices of this process")
         return given

@@ -424,9 +424,7 @@ class WeightReader:
             keeps_embedding = quantization is None or quantization.has_embedding
             described, folder, files = self._published, None, None
             if isinstance(weights, str | os.PathLike):
-                folder = Path(weights)
-                if not folder.exists():
-                    raise InvalidArgument("weights", f"{folder} does not exist")
+                folder = _existing(weights)
                 if is_gguf(folder) or (folder / CONFIG_FILE).is_file():
                     self.check_folder(folder)
                     described = folder
@@ -457,6 +455,18 @@ class WeightReader:
             )
             is_complete = len(groups) == len(every)
             return CheckpointUpdate(reader, groups, opened.pop_all(), folder=folder, is_complete=is_complete)
+
+
+def _existing(given: str | os.PathLike[str]) -> Path:
+    """Return a path. Raise InvalidArgument if it is empty, does not exist or is not accessible."""
+    if not os.fspath(given):
+        raise InvalidArgument("weights", "is an empty path")
+    try:
+        if Path(given).exists():
+            return Path(given)
+    except OSError as error:  # the name is too long, or a folder is not accessible
+        raise InvalidArgument("weights", f"{str(given)[:80]}: {error.strerror}") from error
+    raise InvalidArgument("weights", f"{given} does not exist")
 
 
 def _refuse_unknown(

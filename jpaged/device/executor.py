@@ -86,7 +86,7 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import num_mask_words
-from jpaged.errors import InternalError, InvalidArgument, Unsupported
+from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.kernels.lora import AdaptedMatrix
 from jpaged.kernels.sampling.cpu.feed import Feed
 from jpaged.models.layers import Params
@@ -317,16 +317,17 @@ class DeviceSleeper:
 
     def update(self, update: WeightUpdate) -> None:
         assert isinstance(update, LeafUpdate)
-        if self._offloaded is not None:
-            self._replace_all(update)
-        else:
-            try:
+        try:
+            if self._offloaded is not None:
+                self._replace_all(update)
+            else:
                 self._replace_leaves(update)
-            except BaseException as error:  # never run with a mixture of both
-                self.discard()
-                if isinstance(error, jax.errors.JaxRuntimeError):
-                    raise InternalError(f"the weights could not be replaced: {error}") from error
+        except BaseException as error:
+            if self._offloaded is None:
+                self.discard()  # never run with a mixture of both
+            if isinstance(error, JpagedError) or not isinstance(error, Exception):
                 raise
+            raise InternalError(f"the weights could not be replaced: {type(error).__name__}: {error}") from error
         self._forget_identity()
         if update.folder is not None and update.is_complete and self._reader is not None:
             self._reader.set_folder(update.folder)

@@ -357,12 +357,17 @@ class EngineCore:
     def pause(self, mode: PauseMode, then: Done) -> None:
         """Schedule no further step until `resume`, and call `then` when no step is in flight any more.
 
-        With mode "wait" the loop continues until all requests have ended. For modes other than "keep", the caller
-        refuses new requests.
+        With mode "wait" the loop continues until all requests have ended, which fails if they need memory that is
+        asleep. For modes other than "keep", the caller refuses new requests.
         """
         self._process_in_flight()
         if mode == "abort":
             self.abort_all()
+        elif mode == "wait" and self.groups and self.asleep:
+            then(Unavailable("requests that are kept cannot end during a sleep: call wake_up, or choose another mode"))
+            return
+        elif mode == "keep" and self.groups:
+            self._call_idle(Unavailable("generation was paused before all requests had ended"))
         self._on_idle.append(then)
         self._set_paused(mode != "wait" or not self.groups)
         if self.is_paused:
@@ -430,9 +435,11 @@ class EngineCore:
         return None
 
     def discard_weights(self) -> None:
-        """Let the weights sleep, because another replica has other ones."""
+        """Let the weights sleep, because another replica has other ones; pause if generation was resumed."""
         if "weights" not in self.asleep:
             assert self._executor.sleeper is not None
+            self._process_in_flight()
+            self._set_paused(True)
             self._drop_blocks(keeps_swapped=False)
             self._executor.sleeper.discard()
             self._mark_discarded()
@@ -450,6 +457,8 @@ class EngineCore:
         if prefixes is not None:
             prefixes.set_weights(digest)
         self._weights_digest = digest
+        for connector in self.memory.connectors:
+            connector.cancel_loads()
         self._output.set_weight_version(self.weight_version)
         for group in self.groups.values():
             group.end_version(former, digest)

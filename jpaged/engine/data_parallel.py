@@ -365,10 +365,7 @@ class DataParallelEngine:
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         """Release the device memory of every replica; see `Engine.sleep`."""
         parts = [engine.sleep(level, mode) for engine in self._engines]
-        if level:
-            with self._lock:
-                self._pinned.clear()
-        return gather(parts, lambda results: None)
+        return gather(parts, lambda results: self._forget_pins() if level else None)
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
         """Restore the device memory of every replica; see `Engine.wake_up`."""
@@ -378,10 +375,12 @@ class DataParallelEngine:
         self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
     ) -> Future[str]:
         """Replace the weights of all replicas while none runs a step; see `Engine.update_weights`."""
-        future = update_replicas(self._engines, weights, mode, version)
+        return update_replicas(self._engines, weights, mode, version, self._forget_pins)
+
+    def _forget_pins(self) -> None:
+        """Forget the names of pinned prefixes, whose blocks the replicas drop."""
         with self._lock:
             self._pinned.clear()
-        return future
 
     @property
     def weight_version(self) -> str:

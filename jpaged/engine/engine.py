@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from numbers import Integral
 from typing import Any, TypeVar, get_args
 
 from jpaged.config import EngineConfig
@@ -61,9 +62,14 @@ def check_version(version: str | int | None) -> str | None:
     Raises:
         InvalidArgument: it is empty, too long, or not printable.
     """
-    if version is None or (isinstance(version, int) and not isinstance(version, bool)):
-        return None if version is None else str(version)
-    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_CHARS or not version.isprintable():
+    if version is None:
+        return None
+    if isinstance(version, Integral) and not isinstance(version, bool):
+        is_valid = abs(version) < 10 ** (MAX_VERSION_CHARS - 1)
+        version = str(version) if is_valid else hex(version)
+    else:
+        is_valid = isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
+    if not is_valid:
         problem = f"must be a number or a printable text of at most {MAX_VERSION_CHARS} characters"
         raise InvalidArgument("version", f"{str(version)[:80]!r} {problem}")
     return version
@@ -326,7 +332,7 @@ class Engine:
         self.clock = clock
         self._can_sleep = config.scheduler.enable_sleep_mode
         self._update_lock = threading.Lock()
-        self._was_paused = False  # when the update began
+        self._stays_paused = False  # after an update
         self._unsupported_update = _get_update_obstacle(config)
         self.max_num_in_flight = self._in_flight.max_num
         self.prefixes = self._loop.memory.prefixes
@@ -462,7 +468,12 @@ class Engine:
         """
         check_mode(mode)
         self._in_flight.refuse("" if mode == "keep" else why)
-        return self._run_command(lambda done: self._loop.pause(mode, done))
+
+        def begin(done: Done) -> None:
+            self._stays_paused = True
+            self._loop.pause(mode, done)
+
+        return self._run_command(begin)
 
     def resume(self) -> Future[None]:
         """Continue after `pause`; no-op if the engine is not paused.
@@ -474,6 +485,7 @@ class Engine:
         def resume(done: Done) -> None:
             error = self._loop.resume()
             if error is None:
+                self._stays_paused = False
                 self._in_flight.refuse("")
             done(error)
 
@@ -504,6 +516,7 @@ class Engine:
                     error = self._loop.sleep(level)
                 done(error)
 
+            self._stays_paused = True
             self._loop.pause(mode, then)
 
         self._in_flight.refuse("" if mode == "keep" else ASLEEP)
@@ -528,6 +541,7 @@ class Engine:
         def wake(done: Done) -> None:
             error = self._loop.wake_up(wanted)
             if error is None and not self._loop.asleep:
+                self._stays_paused = False
                 self._in_flight.refuse("")
             done(error)
 
@@ -588,8 +602,8 @@ class Engine:
         """Pause generation for an update."""
 
         def begin(done: Done) -> None:
-            self._was_paused = self._loop.is_paused
-            if not self._was_paused and mode != "keep":
+            self._stays_paused = self._loop.is_paused
+            if not self._stays_paused and mode != "keep":
                 self._in_flight.refuse(UPDATING)
             self._loop.pause(mode, done)
 
@@ -608,15 +622,20 @@ class Engine:
 
         return self._run_command(apply)
 
-    def end_update(self, *, must_discard: bool) -> Future[None]:
-        """End an update: discard the weights because another replica has none, or resume if it was not paused."""
+    def end_update(self, num_updates: int, *, must_discard: bool) -> Future[None]:
+        """End an update: discard the weights because another replica has none, or resume unless it is paused.
+
+        Args:
+            num_updates: of the replica with the most, so that all count the next one alike.
+        """
 
         def end(done: Done) -> None:
             if must_discard:
                 self._loop.discard_weights()
+                self._loop.num_updates = num_updates
             if self._loop.asleep:
                 self._in_flight.refuse(ASLEEP)
-            elif not self._was_paused and self._loop.resume() is None:
+            elif not self._stays_paused and self._loop.resume() is None:
                 self._in_flight.refuse("")
             done(None)
 
@@ -765,11 +784,18 @@ class Engine:
 
 
 def update_replicas(
-    engines: Sequence[Engine], weights: object, mode: PauseMode, version: str | int | None
+    engines: Sequence[Engine],
+    weights: object,
+    mode: PauseMode,
+    version: str | int | None,
+    forget_pins: Callable[[], None] = lambda: None,
 ) -> Future[str]:
     """Replace the weights of all replicas while none of them runs a step; see `Engine.update_weights`.
 
     check all | pause all | replace all | resume all       an error in one replica: all discard their weights
+
+    Args:
+        forget_pins: called when all are paused, before they drop their pinned prefixes.
     """
     check_mode(mode)
     named = check_version(version)
@@ -787,7 +813,8 @@ def update_replicas(
         close()
         changed = [engine.num_weight_updates != count or "weights" in engine.asleep for engine, count in before]
         must_discard = error is not None and any(changed)
-        ends = [engine.end_update(must_discard=must_discard) for engine in engines]
+        num_updates = max(engine.num_weight_updates for engine in engines)
+        ends = [engine.end_update(num_updates, must_discard=must_discard) for engine in engines]
 
         def finish() -> None:
             if error is not None:
@@ -804,6 +831,7 @@ def update_replicas(
         if (error := first_error(pauses)) is not None:
             end(error)
             return
+        forget_pins()
         parts = [engine.apply_update(update, named) for engine, update in zip(engines, updates, strict=True)]
         when_all_are_done(parts, lambda: end(first_error(parts)))
 

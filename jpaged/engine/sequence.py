@@ -183,6 +183,7 @@ class Sequence:
                 f"{len(self.token_ids)} tokens in total and {self.num_in_flight_tokens} in flight"
             )
         del self.token_ids[num_tokens:]
+        self.versions = tuple((version, min(end, num_tokens)) for version, end in self.versions)
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
 
     def branch(self, index: int) -> Sequence:

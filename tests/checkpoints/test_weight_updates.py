@@ -138,6 +138,8 @@ def test_what_are_not_weights_of_the_model_is_refused(tmp_path: Path) -> None:
         ({}, "weights: has no tensor of the model"),
         (7, "weights: is a int, not a folder or arrays by name"),
         (tmp_path / "nowhere", "does not exist"),
+        ("", "weights: is an empty path"),
+        ("a" * 5000, "weights: a{80}: File name too long"),
         (tmp_path / "empty", "has neither model.safetensors nor"),
     ):
         with pytest.raises(InvalidArgument, match=problem):
@@ -148,3 +150,12 @@ def test_what_are_not_weights_of_the_model_is_refused(tmp_path: Path) -> None:
     update = reader.open(given)
     with pytest.raises(InvalidArgument, match=rf"weights: tensor {name} has 1 of .* the first is nan at \[3, 4\]"):
         list(update.leaves())
+
+
+def test_an_array_that_is_deleted_later_is_refused_by_name() -> None:
+    array = jnp.ones(3)
+    tensors = ArrayTensors({"w": array})
+    array.delete()
+    for read in (lambda: tensors.read("w", (3,)), lambda: tensors.on_device(["w"])):
+        with pytest.raises(InvalidArgument, match="weights: tensor w is a deleted or donated array"):
+            read()

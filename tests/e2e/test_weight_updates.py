@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged import LLM, SamplingParams
+from jpaged.checkpoints.weights import LeafGroup, LeafReader
 from jpaged.device.executor import JaxExecutor
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.llm import TokensPrompt
@@ -280,3 +281,32 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path) -> None:
         pytest.raises(Unsupported, match="not supported with several processes, a draft model or EPLB"),
     ):
         llm.update_weights(folder)
+
+
+@pytest.mark.long
+def test_an_array_that_is_deleted_during_an_update_does_not_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    tensors = write_other(folder, tmp_path / "other")
+    arrays, name = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}, "model.norm.weight"
+    with open_llm(folder, **SIZES) as llm:
+        before = outputs_of(llm)
+        read = LeafReader.read
+        with monkeypatch.context() as patch:
+
+            def delete(reader: LeafReader, group: LeafGroup) -> Any:
+                arrays[name].delete()
+                return read(reader, group)
+
+            patch.setattr(LeafReader, "read", delete)
+            with pytest.raises(InvalidArgument, match=f"weights: tensor {name} is a deleted .* weights are asleep"):
+                llm.update_weights(arrays)
+
+            def fail(reader: LeafReader, group: LeafGroup) -> Any:
+                raise OSError("no such device")
+
+            patch.setattr(LeafReader, "read", fail)
+            with pytest.raises(Unavailable, match="OSError: no such device; the weights are asleep"):
+                llm.update_weights(tensors)
+        assert llm.update_weights(folder) == "1" and outputs_of(llm) == before

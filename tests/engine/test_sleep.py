@@ -239,6 +239,20 @@ def test_a_sleep_drops_cached_and_pinned_prefixes() -> None:
     assert h.last("b").usage.cached_tokens == 0
 
 
+def test_a_prefix_that_is_unpinned_while_a_sleep_begins_is_dropped() -> None:
+    h = Harness()
+    pinned = h.engine.pin_prefix("p", PROMPT)
+    h.run()
+    assert pinned.result(0) == 12
+    asleep = h.engine.sleep()
+    assert h.engine.unpin_prefix("p")  # posted behind the sleep
+    done(h, asleep)
+    done(h, h.engine.wake_up())
+    h.submit("a", PROMPT, max_tokens=3)
+    h.run()
+    assert h.tokens("a") == expected_tokens(PROMPT, 3) and h.last("a").usage.cached_tokens == 0
+
+
 def test_adapters_are_loaded_again_after_the_weights_were_discarded() -> None:
     h = Harness(executor=with_adapters(2)())
     adapter = LoadedAdapter("a", "", 1, FakeAdapter(5))

@@ -6,11 +6,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache.blocks import root_block_hash
+from jpaged.engine.engine import Engine, check_version
+from jpaged.engine.kv_cache.blocks import SequenceBlocks, root_block_hash
+from jpaged.engine.sequence import Sequence
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.testing import (
     ByteTokenizer,
@@ -353,3 +355,153 @@ def test_a_store_has_the_blocks_of_each_version_for_itself(tmp_path: Path) -> No
     first, second, again = run([4, 3])  # "1" was of other weights in the first life, and so was "2"
     assert first > 0 and (second, again) == (0, 0)
     assert run([3])[1] > 0  # the same name of the same weights
+
+
+@pytest.mark.parametrize("call", ["update", "pause", "sleep"])
+def test_requests_that_a_sleep_keeps_cannot_be_waited_for(call: str) -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    h.engine.sleep(1, "keep")
+    calls: dict[str, Any] = {
+        "update": lambda: h.engine.update_weights(FakeUpdate(3), "wait"),
+        "pause": lambda: h.engine.pause("wait"),
+        "sleep": lambda: h.engine.sleep(2, "wait"),
+    }
+    future = calls[call]()
+    for _ in range(3):
+        h.engine.step()
+    with pytest.raises(Unavailable, match="cannot end during a sleep: call wake_up, or choose another mode"):
+        future.result(0)
+    assert h.engine.is_paused and h.engine.weight_version == "0"
+    h.engine.wake_up()
+    h.run()
+    assert h.tokens("a") == expected_tokens(PROMPT, 9)
+
+
+@pytest.mark.parametrize("call", ["pause", "sleep"])
+def test_a_pause_during_an_update_lasts(call: str) -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    update = h.engine.update_weights(FakeUpdate(3))
+    paused = h.engine.pause("keep") if call == "pause" else h.engine.sleep(0, "keep")
+    for _ in range(3):
+        h.engine.step()
+    assert update.result(0) == "1" and paused.result(0) is None and h.engine.is_paused
+    h.engine.resume()
+    h.run()
+    assert h.last("a").weight_versions[-1].version == "1"
+    updated(h, FakeUpdate(4))
+    assert not h.engine.is_paused
+
+
+def test_an_update_that_keeps_requests_ends_a_wait_for_their_end_with_an_error() -> None:
+    h = Harness()
+    h.submit("a", PROMPT, max_tokens=9)
+    h.step()
+    asleep = h.engine.sleep(1, "wait")
+    h.step()
+    updated(h, FakeUpdate(3))
+    with pytest.raises(Unavailable, match="generation was paused before all requests had ended"):
+        asleep.result(0)
+    h.run()
+    assert len(h.tokens("a")) == 9 and not h.engine.asleep and not h.engine.is_paused
+
+
+def test_replicas_count_their_versions_alike_after_one_has_failed() -> None:
+    fleet = Fleet(2)
+    broken: Any = fleet.engines[1]._executor
+
+    def fail(update: FakeUpdate) -> None:
+        broken.discard()
+        raise InvalidArgument("weights", "tensor w is not finite")
+
+    works, broken.update = broken.update, fail
+    failed = fleet.replicas.update_weights(FakeUpdate(3))
+    for engine in fleet.engines:
+        engine.step()
+    fleet.engines[0].resume()  # too early: the other replica has not failed yet, but will
+    for _ in range(5):
+        fleet.replicas.step()
+    with pytest.raises(InvalidArgument, match="not finite"):
+        failed.result(0)
+    assert [engine.asleep for engine in fleet.engines] == [{"weights"}] * 2
+    assert all(engine.is_paused for engine in fleet.engines)
+    broken.update = works
+    fleet.replicas.wake_up()
+    fleet.run()
+    assert [engine.weight_version for engine in fleet.engines] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(None, None), (7, "7"), (-1, "-1"), (np.int64(7), "7"), ("é" * 128, "é" * 128)]
+)
+def test_versions_are_numbers_or_short_printable_texts(given: Any, name: str | None) -> None:
+    assert check_version(given) == name
+
+
+@pytest.mark.parametrize("given", ["", "a\nb", "\ud800", True, 1.5, b"x"])
+def test_other_versions_are_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"version: .* must be a number or a printable text of at most 128"):
+        check_version(given)
+
+
+def test_long_versions_are_refused() -> None:
+    for given in ("x" * 129, 10**128, -(10**5000)):
+        with pytest.raises(InvalidArgument, match=r"version: .* must be a number or a printable text of at most 128"):
+            check_version(given)
+
+
+def test_tokens_that_are_dropped_belong_to_no_version() -> None:
+    sequence = Sequence(0, [1, 2, 3], SequenceBlocks(8, None))
+    for token_id in (4, 5, 6):
+        sequence.append_forced([token_id])
+    sequence.end_version("0", b"1" * 32)
+    sequence.rewind(4)
+    sequence.append_forced([7, 8])
+    assert sequence.count_versions("1") == (WeightVersionRun("0", 1), WeightVersionRun("1", 2))
+
+
+def test_blocks_that_a_store_is_reading_are_not_taken_for_those_of_other_weights(tmp_path: Path) -> None:
+    prompt = [n % 60 for n in range(26)]
+    first = Server(tmp_path)
+    first.ask("0", prompt)
+    assert first.h.engine.drain(60)
+    first.stop()
+    server = Server(tmp_path)
+    server.readers.hold()
+    server.submit("a", prompt, weight=4)
+    server.submit("b", prompt, weight=4)  # waits for the same blocks
+    server.h.engine.step()
+    assert len(server.queues.pending_fetch) == 2
+    updated(server.h, FakeUpdate(4))
+    server.readers.release()
+    server.run()
+    for name in "ab":
+        assert server.h.tokens(name) == expected_tokens(prompt, 3, weight=4, vocab_size=61)
+    assert server.h.engine.drain(60)
+    server.stop()
+
+
+def test_prefixes_stay_pinned_in_replicas_that_were_resumed_too_early() -> None:
+    fleet = Fleet(2)
+    replicas = fleet.replicas
+    pinned = replicas.pin_prefix("p", PROMPT)
+    fleet.run()
+    assert pinned.result(0) == 12
+    fleet.submit("a", PROMPT, max_tokens=9)
+    future = replicas.update_weights(FakeUpdate(3), "wait")
+    replicas.step()
+    replicas.resume()
+    fleet.run()
+    with pytest.raises(Unavailable, match="resumed"):
+        future.result(0)
+    assert replicas.unpin_prefix("p") and not replicas.unpin_prefix("p")
+    again = replicas.pin_prefix("p", PROMPT)
+    fleet.run()
+    assert again.result(0) == 12
+    future = replicas.update_weights(FakeUpdate(3))
+    for _ in range(5):
+        replicas.step()
+    assert future.result(0) == "1" and not replicas.unpin_prefix("p")

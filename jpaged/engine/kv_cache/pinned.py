@@ -107,15 +107,13 @@ class PinnedPrefixes:
         return is_pinned
 
     def clear(self) -> None:
-        """Release all names and their blocks; on the engine thread."""
+        """Release all names and their blocks, also those whose release is posted; on the engine thread."""
         with self._lock:
-            pins = tuple(self._pinned)
-            self._pinned.clear()
-            for pin in pins:
+            for pin in self._pinned:
                 del self._num_blocks[pin]
+            self._pinned.clear()
         if self._prefixes is not None:
-            for pin in pins:
-                self._prefixes.unpin(pin)
+            self._prefixes.unpin_all()
 
     def _claim(self, pin: Pin, num_blocks: int) -> None:
         """Claim the name and count its blocks."""

@@ -624,9 +624,17 @@ class PrefixCacheManager:
         return len(keys) * self._block_size
 
     def unpin(self, name: Hashable) -> None:
-        self.pool.release(self._pinned.pop(name))
+        """Release the blocks of a name; no-op after `unpin_all`."""
+        if (table := self._pinned.pop(name, None)) is None:
+            return
+        self.pool.release(table)
         if self.states is not None:
             self.states.unpin(self._pinned_keys.pop(name))
+
+    def unpin_all(self) -> None:
+        """Release the blocks of all names."""
+        for name in tuple(self._pinned):
+            self.unpin(name)
 
     @property
     def pinned_blocks(self) -> set[int]:

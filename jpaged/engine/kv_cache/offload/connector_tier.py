@@ -700,6 +700,10 @@ class ConnectorTier:
         self._reader.cancel_key(None)
         return self._store.reset()
 
+    def cancel_loads(self) -> None:
+        """Insert no block of loads that are pending: the keys of their groups have changed."""
+        self._reader.cancel_key(None)
+
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block; None if it is not there."""
         return self._reader.block_s(key)
