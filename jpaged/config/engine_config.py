@@ -295,7 +295,8 @@ class EngineConfig:
     def _refuse(self, allowed: Mapping[str, tuple[object, object]], reason: str) -> None:
         for name, (value, only) in allowed.items():
             if value != only:
-                raise InvalidArgument(name, f"is {value}, but {reason}, which requires {only}")
+                rule = "does not support the option" if only is None else f"requires {only}"
+                raise InvalidArgument(name, f"is {value}, but {reason}, which {rule}")
 
     def check_encoder(self, architecture: str) -> None:
         """Reject options that conflict with an encoder, whose prompts are computed in one step each.

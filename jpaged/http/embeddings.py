@@ -52,6 +52,7 @@ from jpaged.openai.embeddings import (
     tokenized_body,
 )
 from jpaged.openai.lines import EMBEDDINGS_URL, SCORE_URL, Answers, Evaluation, LocalCalls
+from jpaged.openai.request import renamed
 from jpaged.openai.response import AnswerSize
 from jpaged.outputs import Evaluated, new_completions
 from jpaged.service.calls import NOBODY, Call, Caller
@@ -418,7 +419,10 @@ def token_routes(service: Service) -> list[Route]:
 
     async def detokenize(request: Request) -> Response:
         job = await read_body(service, request, parse_detokenize_job)
-        text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
+        try:
+            text = await service.detokenize(job.token_ids, skip_special_tokens=job.skip_special_tokens, model=job.model)
+        except InvalidArgument as error:
+            raise renamed(error, {"token_ids": "tokens"}) from error
         return await build_answer(service, lambda: {"prompt": text}, len(text))
 
     async def tokenizer_info(request: Request) -> Response:

@@ -422,7 +422,7 @@ def _how(body: Mapping[str, Any], own: set[str]) -> How:
     except InvalidArgument as error:
         raise InvalidArgument(error.field.replace("sampling.", ""), error.problem) from error
     values["truncation_side"] = truncation_side_in(body)
-    return How(name_in(body, "model"), name_in(body, "adapter") or "", **values)
+    return How(name_in(body, "model") or None, name_in(body, "adapter") or "", **values)
 
 
 def _pooling(body: Mapping[str, Any]) -> Pooling | None:
@@ -623,7 +623,7 @@ def parse_tokenize_job(given: Mapping[str, Any]) -> TokenizeJob:
         raise InvalidArgument("prompt", "give exactly one of prompt and messages")
     is_text = given.get("prompt") is not None
     body = own_fields("/tokenize", given, OF_TOKENIZED_TEXTS if is_text else OF_TOKENIZED_CHATS)
-    wants_texts, model = flag_in(body, "return_token_strs", default=False), name_in(body, "model")
+    wants_texts, model = flag_in(body, "return_token_strs", default=False), name_in(body, "model") or None
     if is_text:
         if not isinstance(body["prompt"], str):
             raise InvalidArgument("prompt", f"{str(body['prompt'])[:80]!r} is not a string")
@@ -645,4 +645,5 @@ def parse_detokenize_job(given: Mapping[str, Any]) -> DetokenizeJob:
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list) or not all(type(one) is int for one in token_ids):
         raise InvalidArgument("tokens", "must be a list of token ids")
-    return DetokenizeJob(tuple(token_ids), flag_in(body, "skip_special_tokens", default=False), name_in(body, "model"))
+    skips = flag_in(body, "skip_special_tokens", default=False)
+    return DetokenizeJob(tuple(token_ids), skips, name_in(body, "model") or None)

@@ -704,7 +704,7 @@ def _of_both(body: Mapping[str, Any]) -> dict[str, Any]:
     if user is not None and len(user) > MAX_USER_CHARS:
         raise InvalidArgument("user", f"{len(user)} characters, over the limit of {MAX_USER_CHARS}")
     return {
-        "model": name_in(body, "model"),
+        "model": name_in(body, "model") or None,
         "adapter": name_in(body, "adapter"),
         "has_token_ids": flag_in(body, "return_token_ids"),
         "names_token_ids": flag_in(body, "return_tokens_as_token_ids"),

@@ -66,7 +66,7 @@ async def test_large_ones_go_over_threads_and_are_the_same() -> None:
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, None),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, True]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [999]}, 400, "token_ids"),
+        ("/detokenize", {"tokens": [999]}, 400, "tokens"),
     ],
 )
 async def test_what_is_no_text_or_chat_says_why(

@@ -187,6 +187,12 @@ def test_a_body_without_optional_fields_has_the_documented_defaults():
     assert values_of(of_chat.prompt.chat_options, CHAT_DEFAULTS) == CHAT_DEFAULTS
     detokenize = {"token_ids": (1,), "skip_special_tokens": False, "model": None}
     assert values_of(parse_detokenize_job({"tokens": [1]}), detokenize) == detokenize
+    for job_without_name in (  # as vLLM, which serves its model for an empty name
+        parse_tokenize_job({"prompt": "a", "model": ""}),
+        parse_detokenize_job({"tokens": [1], "model": ""}),
+        completion_job({"prompt": "a", "model": ""}),
+    ):
+        assert job_without_name.model is None
 
     for job in (completion_job({"prompt": "a"}), chat_job({"messages": MESSAGES})):
         assert values_of(job, JOB_DEFAULTS) == JOB_DEFAULTS
