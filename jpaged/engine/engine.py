@@ -66,13 +66,14 @@ def check_version(version: str | int | None) -> str | None:
         return None
     if isinstance(version, Integral) and not isinstance(version, bool):
         is_valid = abs(version) < 10 ** (MAX_VERSION_CHARS - 1)
-        version = str(version) if is_valid else hex(version)
+        name = str(version) if is_valid else hex(version)  # str refuses the longest numbers
     else:
-        is_valid = isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
+        name = str(version)
+        is_valid = isinstance(version, str) and 0 < len(name) <= MAX_VERSION_CHARS and name.isprintable()
     if not is_valid:
         problem = f"must be a number or a printable text of at most {MAX_VERSION_CHARS} characters"
-        raise InvalidArgument("version", f"{str(version)[:80]!r} {problem}")
-    return version
+        raise InvalidArgument("version", f"{name[:80]!r} {problem}")
+    return name
 
 
 def _get_update_obstacle(config: EngineConfig) -> str:
@@ -626,7 +627,7 @@ class Engine:
         """End an update: discard the weights because another replica has none, or resume unless it is paused.
 
         Args:
-            num_updates: of the replica with the most, so that all count the next one alike.
+            num_updates: the maximum over the replicas, from which all continue to count.
         """
 
         def end(done: Done) -> None:

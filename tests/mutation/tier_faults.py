@@ -271,8 +271,8 @@ TIER_FAULTS = (
     Fault(
         "a reset does not cancel pending loads",
         "kv_cache/offload/connector_tier.py",
-        "        self._reader.cancel_key(None)\n",
-        "",
+        "        self._reader.cancel_key(None)\n        return",
+        "        return",
         DISK,
     ),
     Fault(
