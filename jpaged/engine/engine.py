@@ -626,7 +626,7 @@ class Engine:
         """End an update: discard the weights because another replica has none, or resume unless it is paused.
 
         Args:
-            num_updates: of the replica with the most, so that all count the next one alike.
+            num_updates: the largest number of updates of a replica, from which all continue to count.
         """
 
         def end(done: Done) -> None:
