@@ -72,7 +72,7 @@ def check_version(version: str | int | None) -> str | None:
     if not is_valid:
         problem = f"must be a number or a printable text of at most {MAX_VERSION_CHARS} characters"
         raise InvalidArgument("version", f"{str(version)[:80]!r} {problem}")
-    return version
+    return str(version)
 
 
 def _get_update_obstacle(config: EngineConfig) -> str:
