@@ -364,8 +364,12 @@ class DataParallelEngine:
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         """Release the device memory of every replica; see `Engine.sleep`."""
-        parts = [engine.sleep(level, mode) for engine in self._engines]
-        return gather(parts, lambda results: self._forget_pins() if level else None)
+
+        def finish(_: Iterable[None]) -> None:
+            if level:
+                self._forget_pins()
+
+        return gather([engine.sleep(level, mode) for engine in self._engines], finish)
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[bool]:
         """Restore the device memory of every replica; see `Engine.wake_up`."""

@@ -701,8 +701,8 @@ class ConnectorTier:
         return self._store.reset()
 
     def cancel_loads(self) -> None:
-        """Insert no block of loads that are pending: the keys of their groups have changed."""
-        self._reader.cancel_key(None)
+        """Insert no block of pending loads; required if the keys of their groups change."""
+        self._reader.cancel_key(key=None)
 
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to load a block; None if it is not there."""
