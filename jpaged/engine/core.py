@@ -453,6 +453,7 @@ class EngineCore:
         self._output.set_weight_version(self.weight_version)
         for group in self.groups.values():
             group.end_version(former, digest)
+            self._output.restart_prompt(group)
 
     def _drop_blocks(self, *, keeps_swapped: bool) -> None:
         """Preempt all requests for recompute, and drop cached prefixes.

@@ -338,12 +338,18 @@ class SequenceGroup:
                 self.num_sampled_tokens += len(behind.generated.token_ids)
             self.sequences.append(sequence)
         self.reset_for_recompute()
+        self.restart_prompt()
+
+    def restart_prompt(self) -> None:
+        """Request the aux outputs of the whole prompt, if the request needs some."""
+        request = self.request
         if request.prompt_logprobs_start is not None or request.pooling is not None:
             self.sequences[0].request_prompt_logprobs(request.prompt_logprob_positions)
 
     def _root(self, weights: bytes) -> BlockHash:
-        request = self.request
-        return root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
+        request, adapter = self.request, self.request.adapter
+        adapter_digest = b"" if adapter is None else adapter.digest
+        return root_block_hash(request.sampling.cache_salt, request.cache_tenant, adapter_digest, weights)
 
     def end_version(self, version: str, weights: bytes) -> None:
         """Record the version of the weights that sampled the tokens so far; no sequence may have blocks.

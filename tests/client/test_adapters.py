@@ -210,7 +210,6 @@ async def test_the_threaded_client_speaks_of_adapters_too(files):
 
 
 async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
-    unknown: Any = "stop"
     async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
         assert (await client.model_info()).weight_version == "0"
         assert await client.update_weights(str(files / "a"), mode="wait", version=100) == "100"
@@ -221,6 +220,7 @@ async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
         assert (output.weight_version, output.weight_versions) == ("100", (("100", 4),))
         with pytest.raises(InvalidArgument, match=r"path: .*nothing"):
             await client.update_weights(str(files / "nothing"))
+        unknown: Any = "stop"
         with pytest.raises(InvalidArgument, match="mode: 'stop' is not one of keep, wait, abort"):
             await client.update_weights(str(files / "a"), mode=unknown)
 

@@ -100,6 +100,8 @@ def folded(events: list[OutputEvent], fields: dict[str, Any]) -> RequestOutput:
     for event in events:
         completions.add(event)
     output = completions.output("", None, ())
+    # Versions of the weights are those of the tokens that are sampled here.
+    output = replace(output, outputs=tuple(replace(one, weight_versions=()) for one in output.outputs))
     return replace(output, usage=replace(output.usage, cached_tokens=0), times=None)
 
 

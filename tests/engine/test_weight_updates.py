@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache.blocks import root_block_hash
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
@@ -152,6 +151,24 @@ def test_the_version_is_part_of_every_block_key() -> None:
     assert len(keys) == 3 and root_block_hash("") in keys
 
 
+def test_log_probabilities_of_a_prompt_are_all_of_one_version() -> None:
+    prompt = [n % 100 for n in range(40)]
+    told = []
+    for num_steps in (0, 2):  # before the update; a step computes 16 tokens
+        h = Harness()
+        if not num_steps:
+            updated(h, FakeUpdate(6))
+        h.submit("a", prompt, max_tokens=3, prompt_logprobs=1)
+        for _ in range(num_steps):
+            h.step()
+        if num_steps:
+            updated(h, FakeUpdate(6))
+        h.run()
+        assert h.tokens("a") == expected_tokens(prompt, 3, weight=6)
+        told.append([position for event in h.events["a"] for position in event.prompt_logprobs])
+    assert len(told[0]) == 39 and told[0] == told[1]
+
+
 def test_an_adapter_stays_loaded() -> None:
     h = Harness(executor=with_adapters(2)())
     adapter = LoadedAdapter("a", "", 1, FakeAdapter(5))
@@ -218,8 +235,9 @@ def test_an_update_during_a_pause_or_a_sleep_does_not_resume() -> None:
 
 
 def test_what_cannot_be_is_refused_before_requests_are_ended() -> None:
-    h, unknown = Harness(), cast("PauseMode", "stop")
+    h = Harness()
     h.submit("a", PROMPT, max_tokens=4)
+    unknown: Any = "stop"
     for call, problem in (
         (lambda: h.engine.update_weights("other", "abort"), "is not a FakeUpdate"),
         (lambda: h.engine.update_weights(FakeUpdate(1), unknown), "mode: 'stop' is not one of"),
@@ -286,7 +304,7 @@ def test_replicas_are_updated_together_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "num_updates"), [(40, 5), pytest.param(10_000, 50, marks=pytest.mark.long)])
-def test_no_answer_mixes_versions_and_none_is_lost(num_requests: int, num_updates: int) -> None:
+def test_no_answer_mixes_versions_while_many_requests_run(num_requests: int, num_updates: int) -> None:
     h = Harness(executor=SeveralStepsExecutor(max_num_seqs=8), num_scheduler_steps=2, max_num_queued_reqs=num_requests)
     between, num_tokens = num_requests // num_updates, 6
     h.engine.start()

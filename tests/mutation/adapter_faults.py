@@ -11,7 +11,7 @@ ADAPTER_FAULTS = (
     Fault(
         "adapters share cached prefixes",
         "sequence.py",
-        "request.cache_tenant, request.adapter_digest, weights)",
+        "request.cache_tenant, adapter_digest, weights)",
         'request.cache_tenant, b"", weights)',
         ADAPTERS,
     ),

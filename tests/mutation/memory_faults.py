@@ -31,8 +31,8 @@ MEMORY_FAULTS = (
     Fault(
         "the version of the weights is missing from the block hash",
         "sequence.py",
-        "request.adapter_digest, weights)",
-        "request.adapter_digest)",
+        "request.cache_tenant, adapter_digest, weights)",
+        "request.cache_tenant, adapter_digest)",
         WEIGHTS,
     ),
     Fault(

@@ -182,7 +182,7 @@ def test_a_pooled_vector_is_that_of_the_models_layers_unless_a_pooling_is_given(
         (PoolingParams(use_activation=False, dimensions=1), (3.0,)),
     ):
         found = get_pooling_output(HIDDEN, VectorOptions.of_encode(params, None), pooler)
-        assert list(found.outputs.data) == pytest.approx(list(values))
+        assert found.outputs.data == pytest.approx(values)
         assert found.num_cached_tokens == HIDDEN.usage.cached_tokens
         assert found.prompt_token_ids == (1, 2)
     whole = get_pooling_output(HIDDEN, VectorOptions("last", normalize=False), pooler)
@@ -192,7 +192,7 @@ def test_a_pooled_vector_is_that_of_the_models_layers_unless_a_pooling_is_given(
 
 
 def test_hidden_states_of_tokens_are_an_array_of_which_each_row_has_length_one():
-    states: Any = memoryview(np.array([3, 4, 0, 0], np.float32).tobytes()).cast("f")
+    states = memoryview(np.array([3, 4, 0, 0], np.float32).tobytes())
     output = replace(HIDDEN, embedding=states)
     found = get_pooling_output(output, VectorOptions.of_encode(PoolingParams(), "token_embed"), None)
     assert isinstance(found.outputs.data, np.ndarray)

@@ -258,7 +258,7 @@ class AuxOutputCollector:
                         self.ready[request.group] = self._prompts.pop(request.group)
 
     def discard(self, group: SequenceGroup) -> None:
-        """Remove a request that has ended."""
+        """Remove what was collected for a request."""
         self._prompts.pop(group, None)
         self.ready.pop(group, None)
 
@@ -540,6 +540,12 @@ class OutputProcessor:
         self.aux_outputs.discard(group)
         if (event := self._last_events.pop(group, None)) is not None:
             group.sink(event)
+
+    def restart_prompt(self, group: SequenceGroup) -> None:
+        """Compute aux outputs of a prompt again with other weights; no-op after its first token."""
+        if not group.num_sampled_tokens:
+            self.aux_outputs.discard(group)
+            group.restart_prompt()
 
     def search(self, group: SequenceGroup) -> BeamSearch:
         """Return the beam search of a request."""

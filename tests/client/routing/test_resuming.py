@@ -86,6 +86,8 @@ def folded(chunks: list[GenerateChunk], sampling: SamplingParams) -> RequestOutp
     for chunk in chunks:
         completions.add(chunk)
     output = completions.output("", None, ())
+    # Versions of the weights are those of the tokens that the last server sampled.
+    output = replace(output, outputs=tuple(replace(one, weight_versions=()) for one in output.outputs))
     calls = tuple(replace(call, id="") for call in output.outputs[0].tool_calls)
     if calls:
         output = replace(output, outputs=(replace(output.outputs[0], tool_calls=calls),))

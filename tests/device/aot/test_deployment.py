@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig, SchedulerOptions, StartupOptions
+from jpaged.device.aot import deployment as planned
 from jpaged.device.aot.deployment import Models, PlannedDeployment, StartEstimate, compile_deployment
 from jpaged.device.compilation.aot_bundle import AOTBundle
 from jpaged.device.compilation.compile import ProgramSpec
@@ -227,3 +229,26 @@ def test_sizes_that_nobody_chose_are_the_platforms() -> None:
 def test_what_memory_has_no_part_in_is_an_error() -> None:
     with pytest.raises(InvalidArgument, match="tensor_parallel_size: 3 does not divide 4 query heads"):
         deployment(64 * MIB, num_devices=3)
+
+
+@pytest.mark.parametrize(("platform", "outside_bytes"), [("gpu", 5 * MIB), ("tpu", None), ("cpu", None)])
+def test_the_memory_of_a_gpu_is_the_share_of_jaxs_allocator(platform: str, outside_bytes: int | None) -> None:
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+    memory = planned._memory_of_one_device(mesh, 95 * MIB)
+    assert (memory.total_bytes, memory.outside_bytes) == (95 * MIB, outside_bytes)
+
+
+def test_numbers_of_all_reduces_are_weighted_by_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduces = [
+        SimpleNamespace(opcode="all-reduce", loop_trips=(2, None), num_bytes=12, dims=((2,), (1,))),
+        SimpleNamespace(opcode="all-reduce", loop_trips=(), num_bytes=16, dims=((2, 2),)),
+        SimpleNamespace(opcode="all-gather", loop_trips=(), num_bytes=1000, dims=((1,),)),
+    ]
+    monkeypatch.setattr(planned, "collectives", lambda executable: reduces[executable:])
+    programs: list[Any] = [
+        SimpleNamespace(spec=ProgramSpec("forward", size), executable=executable)
+        for size, executable in ((8, 2), (64, 0), (16, 1))
+    ]
+    assert planned._number_bytes(programs) == (2 * 12 + 16) / (2 * 3 + 4)
+    assert planned._number_bytes([programs[2]]) == 16 / 4
+    assert planned._number_bytes([programs[0]]) is None and planned._number_bytes([]) is None

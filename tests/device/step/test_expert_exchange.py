@@ -53,7 +53,7 @@ def test_a_row_goes_to_a_replica_of_each_of_its_experts_whatever_the_other_rows(
             assert set(replicas) <= set(found[:60].reshape(-1)), "every replica has rows"
 
 
-@pytest.mark.parametrize("make", [_exchanging_kernel, _gathering_kernel])
+@pytest.mark.parametrize("make", [pytest.param(_exchanging_kernel, marks=pytest.mark.long), _gathering_kernel])
 def test_results_have_the_same_bits_wherever_experts_are(make: Callable[..., ExpertsKernel]) -> None:
     mesh, routes = build_mesh(jax.devices()[:NUM_DEVICES]), random_routes(12, NUM_EXPERTS, TOP_K, 11)
     weights = mixture(NUM_EXPERTS, WIDTH, 8, "float32", has_biases=False)

@@ -294,8 +294,10 @@ def test_rounds_are_doubted_before_they_are_turned_off() -> None:
         states.append(rule.state(SIZE))
     assert states == [AdaptationState.ON] * 2
     assert rule.num_rounds(1, SIZE, 20.0) == FEW_ROUNDS  # the older rounds are forgotten
-    while rule.state(SIZE) is AdaptationState.ON:
+    for _ in range(5):
+        assert rule.state(SIZE) is AdaptationState.ON
         rule.took(SIZE, 1.5, 2.0)
+    assert rule.state(SIZE) is AdaptationState.OFF
     assert rule.num_rounds(1, SIZE, 20.0) == 0
 
 

@@ -100,7 +100,9 @@ def folded(messages: list[Any]) -> dict[int, Any]:
         ids += one.token_ids
         text.append(one.text)
         logprobs += [position.SerializeToString() for position in one.logprobs]
-        ends += [one.finish.SerializeToString()] if one.HasField("finish") else []
+        if one.HasField("finish"):
+            one.finish.ClearField("weight_versions")  # of the tokens that were sampled there
+            ends.append(one.finish.SerializeToString())
     return {index: (ids, "".join(text), logprobs, ends) for index, (ids, text, logprobs, ends) in found.items()}
 
 
