@@ -469,7 +469,8 @@ class InputProcessor:
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
             of_rank = f" over {geometry.dp_size} devices" if geometry.dp_size > 1 else ""
             raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs{of_rank} ({limit})")
-        what = f"{num_prompt_tokens} prompt tokens and {max_tokens} to generate make {total}"
+        what = f"{num_prompt_tokens} prompt tokens"
+        what += f" and {max_tokens} to generate make {total}" if max_tokens else ""
         if total > geometry.max_model_len:
             raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
         needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)

@@ -106,7 +106,7 @@ def test_what_an_encoder_cannot_do_is_named(bert: LLM):
         bert.generate("a")
     with pytest.raises(InvalidArgument, match="'title' is not a prompt of this model: query, document"):
         bert.embed("a", prompt_name="title")
-    with pytest.raises(RequestTooLong, match="41 prompt tokens"):
+    with pytest.raises(RequestTooLong, match=r"41 prompt tokens, over max_model_len \(40\)"):
         bert.embed(TokensPrompt(prompt_token_ids=random_ids([41])[0]))
     with pytest.raises(Unsupported, match="no classification head"):
         bert.classify("a")

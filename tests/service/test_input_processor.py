@@ -232,6 +232,12 @@ def test_a_prompt_that_is_truncated_to_the_model_leaves_room_for_its_output(inpu
     assert len(request.prompt_token_ids) == geometry.max_model_len - 3
 
 
+def test_a_prompt_that_is_too_long_without_any_output_names_its_tokens_alone(input_processor):
+    prompt = Prompt(token_ids=[1] * 129, is_only_told=True)
+    with pytest.raises(RequestTooLong, match=r": 129 prompt tokens, over max_model_len \(128\)$"):
+        input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=prompt)
+
+
 def test_a_model_without_a_tokenizer_takes_ids_alone():
     input_processor = InputProcessor(NoTokenizer(257), FakeExecutor().geometry)
     input_processor.make_request(request_id="a", sampling=SamplingParams(), prompt=Prompt(token_ids=[1]))
