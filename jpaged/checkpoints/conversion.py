@@ -340,7 +340,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
 
     async def serialize(self, values: Sequence[StoredTensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-            for written in await super().serialize([np.ascontiguousarray(value.read())], [info], [arg]):
+            for written in await super().serialize([np.asarray(value.read(), order="C")], [info], [arg]):
                 await asyncio.to_thread(written.result)
         return []
 

@@ -41,6 +41,15 @@ def random_ids(num_tokens: int, vocab_size: int = 131) -> np.ndarray:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+def check_logits(logits: np.ndarray, theirs: Any, token_ids: np.ndarray) -> None:
+    """Compare with transformers' model; one that magnifies rounding may differ by twice its own distance to float64."""
+    want, most = make.logits(theirs, token_ids), 1e-4
+    if np.abs(logits - want).max() > most:
+        theirs.set_experts_implementation("eager")  # the grouped product of PyTorch has no float64
+        most = 2 * np.abs(make.logits(theirs.double(), token_ids) - want).max()
+    np.testing.assert_allclose(logits, want, rtol=0, atol=min(most, 1e-3))
+
+
 @pytest.mark.parametrize("case", cases.MODELS.values(), ids=lambda case: case.name)
 def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_path: Path) -> None:
     """At 131 tokens after each of them, and where the length itself turns positions at short ones, too."""
@@ -49,13 +58,7 @@ def test_logits_equal_those_of_transformers_at_any_length(case: TinyCase, tmp_pa
     params = load_params(model, tmp_path, "loop")
     for num_tokens in (2, 63, 131) if "dynamic" in case.name else (131,):
         token_ids = random_ids(num_tokens)
-        logits = dense.logits(model, params, token_ids, num_tokens)
-        theirs = make.load(tmp_path)
-        want, most = make.logits(theirs, token_ids), 1e-4
-        if np.abs(logits - want).max() > most:  # a model that magnifies rounding, which every machine does otherwise
-            theirs.set_experts_implementation("eager")  # the grouped product of PyTorch has no float64
-            most = 2 * np.abs(make.logits(theirs.double(), token_ids) - want).max()
-        np.testing.assert_allclose(logits, want, rtol=0, atol=min(most, 1e-3))
+        check_logits(dense.logits(model, params, token_ids, num_tokens), make.load(tmp_path), token_ids)
 
 
 @pytest.mark.parametrize("name", ["mistral_yarn", "qwen2_tied_yarn", "opt_post_norm", *cases.FAMILIES])
@@ -66,7 +69,7 @@ def test_a_checkpoint_that_we_write_is_read_by_transformers_to_the_same_logits(n
     save_params(params, model.config, tmp_path / "ours")
     token_ids = np.array(case.prompt(), np.int32)
     expected = dense.logits(model, params, token_ids, len(token_ids))
-    np.testing.assert_allclose(make.logits(make.load(tmp_path / "ours"), token_ids), expected, rtol=0, atol=1e-4)
+    check_logits(expected, make.load(tmp_path / "ours"), token_ids)
 
 
 @pytest.mark.parametrize("name", cases.FAMILIES)
@@ -78,7 +81,7 @@ def test_a_checkpoint_that_transformers_writes_is_read_to_its_logits(name: str, 
     model = Model(read_config(tmp_path / "theirs"), FLOAT32)
     token_ids = np.array(case.prompt(), np.int32)
     ours = dense.logits(model, load_params(model, tmp_path / "theirs", "loop"), token_ids, len(token_ids))
-    np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
+    check_logits(ours, theirs, token_ids)
 
 
 def test_a_gemma_that_reads_images_answers_texts(tmp_path: Path) -> None:
