@@ -23,6 +23,9 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
@@ -64,6 +67,13 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EmbedsPrompt(TypedDict):
+    """A prompt as input embeddings `[tokens, hidden_size]`: an array of NumPy or JAX, or a tensor of PyTorch."""
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
@@ -77,12 +87,12 @@ ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
 """Defaults that differ from a server's: the caller is trusted."""
 _DEFAULTS = {"num_scheduler_steps": -1, **ONLINE_DEFAULTS}
 """Defaults of `LLM`, to which no requests arrive later."""
-GivenPrompt = str | TextPrompt | TokensPrompt | Sequence[int]
+GivenPrompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 GivenParams = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
-_NOT_PROMPTS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -693,7 +703,7 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
 
     Raises:
         InvalidArgument: it has several forms or none.
-        Unsupported: it is neither text nor token ids.
+        Unsupported: it is neither text nor token ids nor embeddings.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(Prompt(text=prompt))
@@ -702,12 +712,21 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     for name in _NOT_PROMPTS:
         if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text or token ids")
-    salt = fields.pop("cache_salt", None)
-    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
-    if unknown or len(fields) != 1:
-        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
-    return ParsedPrompt(Prompt(fields.get("prompt"), fields.get("prompt_token_ids")), salt)
+            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
+    if fields.keys() - set(forms) or len(fields) != 1:
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
+    text, token_ids, embeds = map(fields.get, forms)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else _as_array(embeds)), salt)
+
+
+def _as_array(embeds: Any) -> NDArray[Any]:
+    """Return an array in host memory; NumPy cannot read bfloat16 tensors of PyTorch."""
+    detach = getattr(embeds, "detach", None)
+    if detach is None:
+        return np.asarray(embeds)
+    tensor = detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
 
 
 def get_sampling_changes(

@@ -127,7 +127,7 @@ class BlockHashIndex:
     def block_ids(self) -> Iterable[int]:
         return self._keys.keys()
 
-    def match(self, root: BlockHash, keys: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
+    def match(self, kv: SequenceBlocks, keys: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix, always without the last token, which must run to sample the next.
 
         Args:
@@ -143,7 +143,9 @@ class BlockHashIndex:
         if self._states is not None:
             return PrefixMatch(num_blocks, block_ids, num_without_state=num_without_state)
         start = num_blocks * self._block_size
-        parent = keys[num_blocks - 1] if num_blocks else root
+        if not kv.is_of_tokens(num_blocks):
+            return PrefixMatch(num_blocks, block_ids)
+        parent = keys[num_blocks - 1] if num_blocks else kv.root or b""
         rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
         return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
 
@@ -164,15 +166,17 @@ class BlockHashIndex:
     ) -> None:
         """Insert the full block at an index of a sequence, for one of the KV groups.
 
+        One with more than tokens has none in the index and in events, where tokens name a block.
+
         Args:
             times_seen: requests that computed or hit it, this one included.
         """
-        parent = sequence.kv.parent(index)
+        parent, is_of_tokens = sequence.kv.parent(index), sequence.kv.is_of_tokens(index)
         if group:
             is_new = self._enter(block_id, group_block_hash(key, group))
         else:
-            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index))
-        if is_new and self._changes.is_on:
+            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index) if is_of_tokens else ())
+        if is_new and self._changes.is_on and is_of_tokens:
             tokens = tuple(self._tokens_at(sequence, index))
             self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
@@ -397,7 +401,7 @@ class PrefixCacheManager:
         # One more than can be cached: the last token of the match always runs.
         limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
         keys = _keys(self._block_size, leader, limit // self._block_size)
-        return self._caches[leader.kv.rank].match(leader.kv.root, keys, leader.token_ids[:limit])
+        return self._caches[leader.kv.rank].match(leader.kv, keys, leader.token_ids[:limit])
 
     def admit(self, group: SequenceGroup) -> int:
         """Assign all cached blocks of a group's prompt to its leader; return the number of tokens that need not run."""
