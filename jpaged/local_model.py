@@ -23,9 +23,6 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from jpaged.build import build, ignore_progress
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
@@ -48,6 +45,7 @@ from jpaged.service.score_embed import (
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
+    EmbedsInput,
     FinishReason,
     LoadedAdapter,
     LoRARequest,
@@ -57,6 +55,7 @@ from jpaged.types import (
     SamplingParams,
     SequenceFinish,
     Usage,
+    to_host_array,
 )
 
 
@@ -67,10 +66,9 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-class EmbedsPrompt(TypedDict):
-    """A prompt as input embeddings `[tokens, hidden_size]`: an array of NumPy or JAX, or a tensor of PyTorch."""
+class EmbedsPrompt(EmbedsInput):
+    """A prompt as input embeddings."""
 
-    prompt_embeds: Any
     cache_salt: NotRequired[str]
 
 
@@ -717,16 +715,7 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     if fields.keys() - set(forms) or len(fields) != 1:
         raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
     text, token_ids, embeds = map(fields.get, forms)
-    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else _as_array(embeds)), salt)
-
-
-def _as_array(embeds: Any) -> NDArray[Any]:
-    """Return an array in host memory; NumPy cannot read bfloat16 tensors of PyTorch."""
-    detach = getattr(embeds, "detach", None)
-    if detach is None:
-        return np.asarray(embeds)
-    tensor = detach().cpu()
-    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else to_host_array(embeds)), salt)
 
 
 def get_sampling_changes(

@@ -201,7 +201,8 @@ class EngineConfig:
         method = self.speculation.method
         if self.model.enable_prompt_embeds:
             raise InvalidArgument(
-                f"{NAME}.method", f"{method} drafts read tokens only (enable_prompt_embeds is True): use ngram or suffix"
+                f"{NAME}.method",
+                f"{method} reads tokens only (enable_prompt_embeds is True): use ngram or suffix",
             )
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:

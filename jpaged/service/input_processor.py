@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from numpy.typing import NDArray
-
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
@@ -50,6 +48,7 @@ from jpaged.types import (
     MIN_MAX_TOKENIZE_BYTES,
     POOLINGS,
     EmbeddedSpan,
+    GivenEmbeds,
     LoadedAdapter,
     Pooling,
     PriorOutput,
@@ -304,7 +303,7 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
-    def _embeds(self, given: NDArray[Any] | str, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
+    def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
         """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""
         from jpaged.service import prompt_embeds  # only if a request has some
 

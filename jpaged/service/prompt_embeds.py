@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
-from jpaged.types import EmbeddedSpan, PromptEmbeds
+from jpaged.types import EMBED_TYPES, EmbeddedSpan, GivenEmbeds, PromptEmbeds, widen_bfloat16
 
 FIELD = "prompt_embeds"
 _MAX_PICKLE_BYTES = 1 << 16
@@ -46,7 +46,6 @@ _DAMAGED = (
     *(RuntimeError, TypeError, ValueError),
 )
 """Errors that a damaged or hostile file causes in `zipfile`, `pickletools` and here."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _TENSOR, _PARAMETER, _DICT = (
     "torch._utils _rebuild_tensor_v2",
     "torch._utils _rebuild_parameter",
@@ -55,11 +54,11 @@ _TENSOR, _PARAMETER, _DICT = (
 _KNOWN = frozenset({*_STORAGES, _TENSOR, _PARAMETER, _DICT})
 
 
-def read_embeds(given: NDArray[Any] | str, geometry: Geometry) -> NDArray[np.float32]:
+def read_embeds(given: GivenEmbeds, geometry: Geometry) -> NDArray[np.float32]:
     """Return the embeddings of a prompt as float32 `[tokens, width]`; a copy.
 
     Args:
-        given: an array, or the base64 text of a file of `torch.save`.
+        given: an array, or a file of `torch.save`, or its base64 text.
 
     Raises:
         InvalidArgument: they are not readable, or of another type or shape than the model takes.
@@ -68,14 +67,17 @@ def read_embeds(given: NDArray[Any] | str, geometry: Geometry) -> NDArray[np.flo
     """
     if not geometry.embed_width:
         raise Unsupported(f"{FIELD}: the server was started without --enable-prompt-embeds")
-    if not isinstance(given, str):
+    if not isinstance(given, str | bytes):
         _check_shape(given.shape, geometry)
         return _to_float32(given).reshape(-1, geometry.embed_width)
     most = geometry.max_model_len * geometry.embed_width * _WIDEST + _MAX_OTHER_BYTES
-    if len(given) * 3 // 4 > most:
+    size = len(given) * 3 // 4 if isinstance(given, str) else len(given)
+    if size > most:
         raise RequestTooLong(
-            FIELD, f"{len(given) * 3 // 4} bytes, over the limit of {most}: save a clone() of a part of a larger tensor"
+            FIELD, f"{size} bytes, over the limit of {most}: save a clone() of a part of a larger tensor"
         )
+    if isinstance(given, bytes):
+        return _read_torch_file(given, geometry)
     try:
         content = base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -125,16 +127,11 @@ def _check_shape(shape: Sequence[int], geometry: Geometry) -> None:
 def _to_float32(array: NDArray[Any]) -> NDArray[np.float32]:
     name = array.dtype.name
     if name == "bfloat16":
-        array = _widen(array.view(np.uint16))
-    elif name not in _ITEM_BYTES:
-        raise InvalidArgument(FIELD, f"has the type {name}; must be one of {', '.join(_ITEM_BYTES)}")
+        array = widen_bfloat16(array.view(np.uint16))
+    elif name not in EMBED_TYPES:
+        raise InvalidArgument(FIELD, f"has the type {name}; must be one of {', '.join(EMBED_TYPES)}")
     with np.errstate(over="ignore"):  # infinite numbers are rejected
         return np.array(array, np.float32, order="C")  # a copy: the caller may change its array
-
-
-def _widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return bfloat16 numbers, given as bits, in float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ def _read_archive(archive: zipfile.ZipFile, geometry: Geometry) -> NDArray[np.fl
     tensor = _TensorPickle(_read(archive, found[0], _MAX_PICKLE_BYTES)).read()
     _check_shape(tensor.shape, geometry)
     storage = tensor.storage
-    item_bytes, num_items = _ITEM_BYTES[storage.dtype], storage.num_items
+    item_bytes, num_items = EMBED_TYPES[storage.dtype], storage.num_items
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     if tensor.offset < 0 or min(tensor.strides) < 0 or last >= num_items:
         raise ValueError("its tensor is not within its storage")
@@ -195,7 +192,7 @@ def _read_archive(archive: zipfile.ZipFile, geometry: Geometry) -> NDArray[np.fl
     items = np.frombuffer(content, form)[tensor.offset :]
     strides = tuple(stride * item_bytes for stride in tensor.strides)
     values = np.lib.stride_tricks.as_strided(items, tensor.shape, strides, writeable=False)
-    values = _widen(values) if storage.dtype == "bfloat16" else values
+    values = widen_bfloat16(values) if storage.dtype == "bfloat16" else values
     return _to_float32(values).reshape(-1, geometry.embed_width)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -190,6 +190,36 @@ class PromptEmbeds:
         return found
 
 
+GivenEmbeds = NDArray[Any] | bytes | str
+
+
+class EmbedsInput(TypedDict):
+    """A prompt as input embeddings `[tokens, hidden_size]`: an array of NumPy or JAX, or a tensor of PyTorch."""
+
+    prompt_embeds: Any
+
+
+EMBED_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Types of input embeddings, and the bytes of a number."""
+
+
+def widen_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return bfloat16 numbers, given as bits, in float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_host_array(embeds: Any) -> NDArray[Any]:
+    """Return an array of NumPy or JAX, or a tensor of PyTorch, in host memory.
+
+    NumPy cannot read bfloat16 tensors of PyTorch.
+    """
+    detach = getattr(embeds, "detach", None)
+    if detach is None:
+        return np.asarray(embeds)
+    tensor = detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt as a caller sends it: exactly one of text, token_ids, messages and embeds is set.
@@ -209,7 +239,7 @@ class Prompt:
             may have `max_model_len` tokens.
         text_pair: second text of a pair, for a model that compares the two.
         pair_start: first token of the second text among token_ids, for models with token types.
-        embeds: input embeddings `[tokens, width]` of any floating type, or a base64 text of a file of `torch.save`.
+        embeds: input embeddings `[tokens, width]` of any floating type; or a file of `torch.save`, or its base64 text.
     """
 
     text: str | None = None
@@ -227,13 +257,13 @@ class Prompt:
     is_only_told: bool = False
     text_pair: str | None = None
     pair_start: int | None = None
-    embeds: NDArray[Any] | str | None = field(default=None, compare=False)
+    embeds: GivenEmbeds | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
         """Number of characters, token ids or numbers."""
         if self.embeds is not None:
-            return len(self.embeds) if isinstance(self.embeds, str) else self.embeds.size
+            return len(self.embeds) if isinstance(self.embeds, str | bytes) else self.embeds.size
         return len(self.text or self.token_ids or ()) + len(self.text_pair or ())
 
 

@@ -114,8 +114,8 @@ def sized_step(
         draft: the draft model, if the options require one.
 
     Raises:
-        InvalidArgument: max_model_len is beyond the model's, it takes no embeddings, it cannot be split over the mesh, or a draft model
-            does not match it.
+        InvalidArgument: max_model_len is beyond the model's, the model takes no embeddings or cannot be split over the
+            mesh, or a draft model does not match it.
         Unsupported: the chosen attention backend cannot run the model.
     """
     check_recurrent(model.config, options, mesh)
@@ -159,7 +159,7 @@ def _sized_step(
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
         embed_width=(embed_width := _embed_width(config, options)),
-        embed_max=float(jnp.finfo(model.dtype).max) if embed_width else 0.0,
+        embed_max=_largest_number(model.dtype) if embed_width else 0.0,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
             options.cache,
@@ -281,6 +281,10 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
     options.check_recurrent(config.architecture)
     if _is_of_several_processes(mesh):
         raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
+
+
+def _largest_number(dtype: np.dtype) -> float:
+    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
