@@ -30,7 +30,7 @@ from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.types import EMBED_TYPES, EmbeddedSpan, GivenEmbeds, PromptEmbeds, widen_bfloat16
 
 FIELD = "prompt_embeds"
-_MAX_PICKLE_BYTES = 1 << 16
+_MAX_PICKLE_BYTES = 1 << 12
 _MAX_OTHER_BYTES = 1 << 16
 """Bytes of a file that are not numbers: names, checksums and the description."""
 _WIDEST = 8
