@@ -272,7 +272,7 @@ class Geometry:
         state_checkpoint_interval: tokens of the pool for each slot that holds a checkpoint of recurrent state, a
             multiple of block_size; 0 without checkpoints.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
-        embed_width: width of input embeddings that a step takes in place of tokens (E); 0 if it takes none.
+        embed_width: width of input embeddings, which may replace tokens of a step (E); 0 without any.
         embed_max: largest absolute value of these.
     """
 
