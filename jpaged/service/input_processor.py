@@ -296,7 +296,7 @@ class InputProcessor:
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
         num_kept, max_tokens = sampling.truncate_prompt_tokens, sampling.max_num_tokens
-        if prompt.is_only_told or self._geometry.is_encoder:
+        if prompt.is_only_told or prompt.pooling is not None:
             max_tokens = 0
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
@@ -359,19 +359,22 @@ class InputProcessor:
             raise InvalidArgument("token_ids", f"{len(token_ids)} ids; at most {limit}")
         return self._checked_ids("token_ids", token_ids)
 
-    def prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prefix, which must be shorter than the maximum prompt.
+    def prefix(self, prompt: Prompt, *, is_whole: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a prefix, which must be shorter than the model's length.
+
+        Args:
+            is_whole: no token follows, so the prefix may have the model's length.
 
         Raises:
             InvalidArgument: an id is outside the vocabulary.
             RequestTooLong: it is too long.
         """
         if prompt.token_ids is None:
-            return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
+            return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(0 if is_whole else 1)))
         limit, num_tokens = self._geometry.max_model_len, len(prompt.token_ids)
-        if self._geometry.is_encoder and num_tokens > limit:
+        if is_whole and num_tokens > limit:
             raise RequestTooLong("token_ids", f"{num_tokens} tokens are over max_model_len ({limit})")
-        if not self._geometry.is_encoder and num_tokens >= limit:
+        if not is_whole and num_tokens >= limit:
             raise RequestTooLong("token_ids", f"{num_tokens} tokens are not below max_model_len ({limit})")
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
 
@@ -395,7 +398,7 @@ class InputProcessor:
         if num_bytes > max(max_bytes, MIN_MAX_TOKENIZE_BYTES):
             raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {MIN_MAX_TOKENIZE_BYTES}")
         token_ids, start = self.tokenizer.encode_pair(first, second, most if limit == -1 else limit)
-        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)))
+        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)), is_whole=True)
         return dataclasses.replace(prompt, text=None, text_pair=None, token_ids=known, pair_start=start)
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:

@@ -342,6 +342,21 @@ async def test_every_token_has_a_vector(open_model: Open) -> None:
         llm.embed([IDS], pooling="all")
 
 
+async def test_pooled_prompts_may_have_the_length_of_the_model(open_model: Open) -> None:
+    llm, engine, longest = open_model(), open_model(AsyncLLM), [1] * 32
+    (vector,) = llm.embed(longest, use_tqdm=False)
+    assert len(vector.prompt_token_ids) == 32
+    assert llm.encode(longest, pooling_task="token_embed")[0].outputs.data.shape[0] == 32
+    assert [one.prompt_token_ids async for one in engine.encode(longest, None, "a")] == [tuple(longest)]
+    ((score,),) = llm.score_continuations([longest[:30]], [[[2, 3]]])
+    assert [one.token_id for one in score.tokens] == [2, 3]
+    for call in (llm.embed, llm.encode):
+        with pytest.raises(InvalidArgument, match=r"33 prompt tokens, over max_model_len \(32\)"):
+            call([1] * 33)
+    with pytest.raises(InvalidArgument, match=r"33 tokens are over max_model_len \(32\)"):
+        llm.score_continuations([longest[:31]], [[[2, 3]]])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error", "problem"),
     [
