@@ -305,7 +305,7 @@ class InputProcessor:
             kept = slice(num_kept)
         if prompt.token_ids is not None:
             given = prompt.token_ids[kept]
-            self._check_length(len(given), sampling, max_tokens)
+            self._check_length(len(given), sampling, max_tokens, fills_length=prompt.fills_length)
             return self._checked_ids("prompt.token_ids", given)
         max_bytes = self._max_prompt_bytes(max_tokens)
         if num_kept is not None:
@@ -315,9 +315,9 @@ class InputProcessor:
             token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
         else:
             adds = prompt.add_special_tokens
-            token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes, add_special_tokens=adds)
+            token_ids = self._text_ids("prompt", prompt.text or "", max_bytes, add_special_tokens=adds)
         token_ids = token_ids[kept]
-        self._check_length(len(token_ids), sampling, max_tokens)
+        self._check_length(len(token_ids), sampling, max_tokens, fills_length=prompt.fills_length)
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -465,7 +465,14 @@ class InputProcessor:
         wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
+    def _check_length(
+        self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int, *, fills_length: bool
+    ) -> None:
+        """Reject a request that can never fit; the error names the prompt only if one more token does not fit.
+
+        Args:
+            fills_length: `max_tokens` is the minimum, which the caller gives as `min_tokens`.
+        """
         geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
         if num_rows > (limit := geometry.max_num_seqs_of_rank):
@@ -474,15 +481,18 @@ class InputProcessor:
             raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs{of_rank} ({limit})")
         what = f"{num_prompt_tokens} prompt tokens"
         what += f" and {max_tokens} to generate make {total}" if max_tokens else ""
+        shortest, name = min(max_tokens, 1), "sampling.min_tokens" if fills_length else "sampling.max_tokens"
         if total > geometry.max_model_len:
-            raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
+            field = "prompt" if num_prompt_tokens + shortest > geometry.max_model_len else name
+            raise RequestTooLong(field, f"{what}, over max_model_len ({geometry.max_model_len})")
         needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)
         if needed > (limit := geometry.num_blocks_of_rank):
             pool_tokens = limit * geometry.block_size
             blocks = f"{limit} blocks of {geometry.block_size}"
             each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
-            raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+            field = "prompt" if geometry.num_blocks_alone(num_prompt_tokens, shortest, num_rows) > limit else name
+            raise RequestTooLong(field, f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         """Return the largest max_tokens that fits after a prompt, given that `sampling.max_tokens` fits."""
