@@ -79,7 +79,7 @@ def errors_named(field: str) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field in ("pooling", "adapter"):
+        if error.field in ("pooling", "adapter") or error.field.startswith("tokenization_kwargs."):
             raise
         raise type(error)(field, error.problem) from error
 

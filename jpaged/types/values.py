@@ -593,6 +593,11 @@ class RequestOutput:
         return self.usage.cached_tokens
 
     @property
+    def kv_transfer_params(self) -> None:
+        """None: a request names no blocks of another server; vLLM's field."""
+        return None
+
+    @property
     def weight_version(self) -> str:
         """The version of the weights that sampled the last tokens; "" if not reported."""
         return self.outputs[-1].weight_version if self.outputs else ""
