@@ -98,7 +98,7 @@ def delta_rule(q, k, v, decays, strengths, state=0.0):
     for t in range(num_tokens):
         for head in range(num_heads):
             query, key = q[t, head // group], k[t, head // group]
-            state = decays[t, head] * states[head]
+            state = decays[t, head][..., None] * states[head]
             state = state + np.outer(key, strengths[t, head] * (v[t, head] - key @ state))
             states[head], outputs[t, head] = state, query @ state
     return outputs, states
@@ -118,11 +118,13 @@ def mamba(x, b, c, steps, decays, state=0.0):
 
 # Sums over these axes have other bits if XLA makes them for several rows at once.
 DELTA_SHAPES = {"q": (4, 16), "k": (4, 16), "v": (8, 16), "decays": (8,), "strengths": (8,)}
+CHANNELS_SHAPES = {**DELTA_SHAPES, "decays": (8, 16)}
 MAMBA_SHAPES = {"x": (8, 16), "b": (2, 16), "c": (2, 16), "steps": (8,), "decays": (8,)}
 
 
 RULES: dict[str, tuple[Callable[..., Recurrence], Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "delta": (gated_delta_rule, delta_rule, DELTA_SHAPES),
+    "channels": (gated_delta_rule, delta_rule, CHANNELS_SHAPES),
     "mamba": (selective_scan, mamba, MAMBA_SHAPES),
 }
 STATE = (8, 16, 16)
