@@ -626,7 +626,7 @@ class OutputProcessor:
         reported = group.sequences
         if sampling.num_samples > sampling.n:
             reported = sorted(reported, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
-        self._show_parts(group, [self._parts(sequence) for sequence in reported])
+        self._show_parts(group, [self._parts(group, sequence) for sequence in reported])
 
     def end(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Send the end of a request between two tokens: one event for each live sequence."""
@@ -639,7 +639,7 @@ class OutputProcessor:
         if group.request.is_non_streaming:
             for sequence in live:
                 self._states[sequence].end(finish)
-            self._show_parts(group, [self._parts(sequence) for sequence in group.sequences])
+            self._show_parts(group, [self._parts(group, sequence) for sequence in group.sequences])
             return
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
@@ -664,18 +664,22 @@ class OutputProcessor:
         if num_top is not None:
             held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
         first = group.sequences[0]  # beams grow together
-        versions = first.count_versions(self.weight_version, first.num_given_tokens + len(beam.token_ids))
-        return held.parts(beam.token_ids, beam.cumulative_logprob, versions)
+        end = first.num_given_tokens + len(beam.token_ids)
+        versions = first.count_versions(self.weight_version, end)
+        # The last step's tokens are not in the sequences.
+        search = first.count_versions(self.weight_version, max(end, len(first.token_ids) + 1))
+        return held.parts(beam.token_ids, beam.cumulative_logprob, _with_rankers(versions, search))
 
-    def _parts(self, sequence: Sequence) -> list[_OutputPart]:
+    def _parts(self, group: SequenceGroup, sequence: Sequence) -> list[_OutputPart]:
         """Return the parts of a withheld sequence; none if it was streamed, or has ended elsewhere."""
-        state = self._states.get(sequence)
+        state, sampling = self._states.get(sequence), group.request.sampling
         if state is None or state.held is None:
             return []
-        token_ids, versions = (
-            sequence.token_ids[sequence.num_given_tokens :],
-            sequence.count_versions(self.weight_version),
-        )
+        token_ids = sequence.token_ids[sequence.num_given_tokens :]
+        versions = sequence.count_versions(self.weight_version)
+        if sampling.num_samples > sampling.n:
+            runs = [run for each in group.sequences for run in each.count_versions(self.weight_version)]
+            versions = _with_rankers(versions, runs)
         return state.held.parts(token_ids, self._get_cumulative_logprob(sequence), versions)
 
     def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
@@ -732,3 +736,16 @@ class OutputProcessor:
 
 def _usage(group: SequenceGroup) -> Usage:
     return Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)
+
+
+def _with_rankers(
+    versions: tuple[WeightVersionRun, ...], runs: Iterable[WeightVersionRun]
+) -> tuple[WeightVersionRun, ...]:
+    """Add, with 0 tokens, the versions that sampled only sequences that this one was ranked with.
+
+    Args:
+        runs: versions of all sequences that the request selects from.
+    """
+    names = dict.fromkeys(run.version for run in versions)
+    rankers = dict.fromkeys(run.version for run in runs if run.version not in names)
+    return versions + tuple(WeightVersionRun(name, 0) for name in rankers)
