@@ -356,11 +356,18 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
     """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones.
 
     Also a mapping from their token ids, with the actual token first, as in vLLM.
+
+    Attributes:
+        sampling_logprob: of the actual token in the distribution that it was sampled from, after temperature and
+            truncation; None unless the request has `sampling_logprobs`, and so is `entropy`.
+        entropy: of the model's distribution, in nats.
     """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     asked: tuple[TokenLogprob, ...] = ()
+    sampling_logprob: float | None = None
+    entropy: float | None = None
 
     def as_dict(self) -> dict[int, TokenLogprob]:
         """Return the log-probabilities by token id."""

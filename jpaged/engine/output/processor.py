@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
-from jpaged.engine.executor.aux_io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs, Truncation, compute_entropy
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
 from jpaged.engine.scheduler.output import SampledRows
@@ -266,6 +266,8 @@ class AuxOutputCollector:
         """Return the log-probabilities of a row's sample, for a request that needs aux outputs."""
         aux, aux_row = self._samples[row]
         token_id = outputs.token(row)
+        if sampling.sampling_logprobs:
+            return self._sampled_position(row, outputs, sampling)
         if not sampling.logprob_token_ids:
             return PositionLogprobs(aux.chosen(aux_row, token_id), aux.top(aux_row, sampling.logprobs or 0))
         assert aux.logprobs_rk is not None
@@ -273,6 +275,25 @@ class AuxOutputCollector:
         pairs = zip(sampling.logprob_token_ids, values, strict=True)
         requested = tuple(TokenLogprob(token_id, value) for token_id, value in pairs)
         return PositionLogprobs(outputs.position(row, 0).chosen, asked=requested)
+
+    def _sampled_position(self, row: int, outputs: StepOutputs, sampling: SamplingParams) -> PositionLogprobs:
+        aux, aux_row = self._samples[row]
+        assert aux.all_logprobs_rv is not None
+        logprobs_v, num_top = aux.all_logprobs_rv[aux_row], sampling.logprobs or 0
+        has_top = not sampling.wants_full_vocab(num_top)
+        told = outputs.position(row, num_top) if has_top else outputs.position(row, 0)
+        asked = [TokenLogprob(token_id, logprobs_v.item(token_id)) for token_id in sampling.logprob_token_ids]
+        truncation = Truncation(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        logprob = told.chosen.logprob
+        if not truncation.is_neutral:
+            logprob = truncation.compute_logprob(logprobs_v, told.chosen.token_id)
+        return PositionLogprobs(
+            told.chosen,
+            told.top if has_top else aux.top(aux_row, num_top),
+            tuple(asked),
+            logprob,
+            compute_entropy(logprobs_v),
+        )
 
 
 class StopStrings:
