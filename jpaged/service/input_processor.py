@@ -225,6 +225,8 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+            if thinking is not None and sampling.sampling_logprobs:
+                raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
         outputs = sampling.structured_outputs
         if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
             sampling = dataclasses.replace(sampling, structured_outputs=None)
