@@ -140,6 +140,11 @@ class ModelOptions:
         "parse special tokens that are spelled out in prompts and messages; if off, they are plain text there, and "
         "only those of the chat template count",
     )
+    enable_prompt_embeds: bool = option(
+        False,
+        "accept input embeddings (`prompt_embeds`) in place of a prompt's tokens; only from trusted callers, because "
+        "they reach inputs of the model that no text has",
+    )
     skip_tokenizer_init: bool = option(
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )

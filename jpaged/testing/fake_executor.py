@@ -303,6 +303,7 @@ class FakeExecutor:
         windows: of the KV groups.
         num_sink_tokens: first tokens that the KV groups see in addition.
         max_loras: number of adapter slots.
+        embed_width: width of input embeddings, whose first number is the token that they stand for; 0 takes none.
         state_bytes: of the recurrent state of a sequence; 0 without recurrent layers.
         state_checkpoint_blocks: blocks of the pool for each checkpoint of recurrent state; 0 without checkpoints.
         num_compiles_after_warm_up: 0, because it compiles nothing.
@@ -322,6 +323,7 @@ class FakeExecutor:
     num_sink_tokens = 0
     dp_size = 1
     max_loras = 0
+    embed_width = 0
     state_bytes = 0
     state_checkpoint_blocks = 0
     num_compiles_after_warm_up = 0
@@ -357,6 +359,8 @@ class FakeExecutor:
             num_sink_tokens=self.num_sink_tokens,
             dp_size=self.dp_size,
             max_loras=self.max_loras,
+            embed_width=self.embed_width,
+            embed_max=float(vocab_size),
             num_speculative_tokens=self.num_speculative_tokens,
             state_bytes=self.state_bytes,
             state_checkpoint_interval=self.state_checkpoint_blocks * block_size,
@@ -433,6 +437,8 @@ class FakeExecutor:
         self.num_steps += 1
         self._check_ranks(inputs)
         tokens_t = np.where(inputs.is_prev_sampled_t, self.last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
+        if inputs.embeds_te is not None and inputs.is_embed_t is not None:
+            tokens_t = np.where(inputs.is_embed_t, inputs.embeds_te[:, 0].astype(np.int64), tokens_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
         self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * NAN)[used]
@@ -734,6 +740,11 @@ class SpeculatingExecutor(SeveralStepsExecutor):
 def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
     """Return a kind of fake with `max_loras` adapter slots."""
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
+
+
+def with_embeds(kind: type[FakeExecutor] = FakeExecutor, width: int = 2) -> type[FakeExecutor]:
+    """Return a kind of fake that takes input embeddings."""
+    return type(f"{kind.__name__}WithEmbeds", (kind,), {"embed_width": width})
 
 
 def seeing(windows: tuple[Window, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:

@@ -272,6 +272,8 @@ class Geometry:
         state_checkpoint_interval: tokens of the pool for each slot that holds a checkpoint of recurrent state, a
             multiple of block_size; 0 without checkpoints.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
+        embed_width: width of input embeddings that a step takes in place of tokens (E); 0 if it takes none.
+        embed_max: largest absolute value of these.
     """
 
     num_blocks: int
@@ -294,6 +296,8 @@ class Geometry:
     state_bytes: int = 0
     state_checkpoint_interval: int = 0
     is_encoder: bool = False
+    embed_width: int = 0
+    embed_max: float = 0.0
 
     @property
     def num_state_checkpoints(self) -> int:
@@ -706,6 +710,8 @@ class StepInputs:
         state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
         poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
         pair_starts_s: position of the first token of each row's second text; the row's length without one.
+        is_embed_t: the input is a row of embeds_te, not a token; None if the geometry takes no embeddings.
+        embeds_te: float32, a separate argument of the program; None if no input is an embedding.
     """
 
     token_ids_t: I32
@@ -729,6 +735,8 @@ class StepInputs:
     state_slots_s: I32
     poolings_s: I32 | None = None
     pair_starts_s: I32 | None = None
+    is_embed_t: Bool | None = None
+    embeds_te: F32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
