@@ -41,6 +41,7 @@ from jpaged.engine.executor import (
     NULL_BLOCK,
     SLEEP_TAGS,
     TOP_WIDTH,
+    BlockArrays,
     BlockMoves,
     BucketTable,
     Detail,
@@ -133,8 +134,10 @@ def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:
 class FakeHostBlocks:
     """Implements `jpaged.engine.executor.HostBlocks`; swap-outs complete at once."""
 
-    def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
+    def __init__(self, host: NDArray[np.int64], pool: NDArray[np.int64], block_size: int, identity: bytes) -> None:
         self._host = host
+        self._pool = pool
+        self.place = block_size
         self._identity = identity
         self._weight = 0
         self._block_size = block_size
@@ -149,6 +152,19 @@ class FakeHostBlocks:
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
         return True
+
+    def read(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> BlockArrays:
+        """Return one array of the blocks."""
+        named = [(self._pool, block_id) for block_id in block_ids]
+        named += [(self._host, block_id) for block_id in host_block_ids]
+        rows = [memory[block_id * self.place : (block_id + 1) * self.place].copy() for memory, block_id in named]
+        return BlockArrays((np.stack(rows),), (len(rows),))
+
+    def receive(self, contents: BlockArrays, block_ids: Sequence[int]) -> None:
+        """Write blocks at once."""
+        for row, block_id in zip(contents.arrays[0], block_ids, strict=True):
+            if block_id:
+                self._host[block_id * self.place : (block_id + 1) * self.place] = row
 
     def kv_identity(self) -> bytes:
         """Return a hash shared by all fakes that write the same numbers."""
@@ -372,7 +388,7 @@ class FakeExecutor:
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
-        self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
+        self.host_blocks = FakeHostBlocks(self._host, self._pool, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.have_ended = np.zeros(max_num_seqs, np.bool_)
