@@ -380,6 +380,7 @@ class FakeExecutor:
             num_speculative_tokens=self.num_speculative_tokens,
             state_bytes=self.state_bytes,
             state_checkpoint_interval=self.state_checkpoint_blocks * block_size,
+            num_draft_states=max_num_seqs * self.num_speculative_tokens if self.state_bytes else 0,
             cascade=None
             if self.num_sink_tokens or self.dp_size > 1
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
@@ -650,6 +651,8 @@ class FakeExecutor:
     def _write_states(self, inputs: StepInputs, has_ended_s: NDArray[np.bool_]) -> None:
         """Read the state of each row, and write the one after its tokens; all are read before one is written.
 
+        A row of a draft token continues the row before it.
+
         Raises:
             InternalError: a state is not that of the tokens before the step, and the row has not ended.
         """
@@ -660,8 +663,14 @@ class FakeExecutor:
                 continue
             start, slot = int(inputs.positions_t[begin]), int(inputs.state_slots_s[row])
             slots = self._get_slots(inputs, row, 0, max(0, start - 1))
-            if start and not has_ended_s[row] and self._states[inputs.state_sources_s[row]] != self._pool[slots[0], 1]:
-                raise InternalError(f"state slot {inputs.state_sources_s[row]} is not that of {start} tokens")
+            source = inputs.state_sources_s[row]
+            state = self._states[source]
+            if inputs.is_draft_s[row]:
+                if source != inputs.state_sources_s[row - 1]:
+                    raise InternalError(f"row {row} of a draft reads state slot {source}, unlike the row before it")
+                state = written.get(int(inputs.state_slots_s[row - 1]), np.int64(_UNWRITTEN))
+            if start and not has_ended_s[row] and state != self._pool[slots[0], 1]:
+                raise InternalError(f"state slot {source} is not that of {start} tokens")
             if slot in written or not slot:
                 raise InternalError(f"state slot {slot} is written by row {row} as well")
             written[slot] = self._pool[slots[-1], 1]
