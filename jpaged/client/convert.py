@@ -601,6 +601,8 @@ def _parse_position(position: inference_pb2.PositionLogprobs) -> PositionLogprob
         parse_logprob(position.chosen),
         tuple(parse_logprob(token) for token in position.top),
         tuple(parse_logprob(token) for token in position.asked),
+        position.sampling_logprob if position.HasField("sampling_logprob") else None,
+        position.entropy if position.HasField("entropy") else None,
     )
 
 

@@ -290,7 +290,6 @@ class EngineConfig:
             "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
             "num_processes": (self.parallel.num_processes or 1, 1),
             "kv_policy": (self.cache.kv_policy, "paged"),
-            "speculative_config": (self.scheduler.speculative_config, None),
             "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
             "kv_events_endpoint": (self.kv_events.kv_events_endpoint, None),
             "role": (self.roles.role, "both"),
@@ -315,6 +314,7 @@ class EngineConfig:
         """
         allowed = self._unshared | {
             "batching": (self.scheduler.batching, "continuous"),
+            "speculative_config": (self.scheduler.speculative_config, None),
             "enable_dp_attention": (self.parallel.enable_dp_attention, False),
             "kv_cache_dtype": (self.cache.kv_cache_dtype, "auto"),
             "long_prefill_token_threshold": (self.scheduler.long_prefill_token_threshold, 0),

@@ -262,8 +262,8 @@ def recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh)
         return None
     starts_s1 = inputs["query_starts_s1"]
     is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
-    sources_s, slots_s = inputs["state_sources_s"], inputs["state_slots_s"]
-    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, recurrence_kernel(mesh))
+    sources_s, slots_s, kernel = inputs["state_sources_s"], inputs["state_slots_s"], recurrence_kernel(mesh)
+    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, kernel, inputs["is_draft_s"])
 
 
 def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:

@@ -189,7 +189,8 @@ class Sequence:
     def branch(self, index: int) -> Sequence:
         """Return a new sequence with the same tokens and state, without blocks."""
         twin = Sequence(index, list(self.token_ids), self.kv.new_like(), self.status)
-        twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
+        twin.num_prompt_tokens, twin.num_given_tokens = self.num_prompt_tokens, self.num_given_tokens
+        twin.rope_len = self.rope_len
         twin.cumulative_logprob, twin.versions = self.cumulative_logprob, self.versions
         return twin
 

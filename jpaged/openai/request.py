@@ -690,7 +690,7 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
-    if isinstance(error, RequestTooLong) or bare == "prompt":
+    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in ("max_tokens", "min_tokens")):
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # the caller has no names for nested fields

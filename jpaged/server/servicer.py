@@ -524,6 +524,8 @@ def _build_position(position: PositionLogprobs) -> inference_pb2.PositionLogprob
         chosen=_build_logprob(position.chosen),
         top=[_build_logprob(token) for token in position.top],
         asked=[_build_logprob(token) for token in position.asked],
+        sampling_logprob=position.sampling_logprob,
+        entropy=position.entropy,
     )
 
 

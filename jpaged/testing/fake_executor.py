@@ -41,6 +41,7 @@ from jpaged.engine.executor import (
     NULL_BLOCK,
     SLEEP_TAGS,
     TOP_WIDTH,
+    BlockArrays,
     BlockMoves,
     BucketTable,
     Detail,
@@ -133,8 +134,10 @@ def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:
 class FakeHostBlocks:
     """Implements `jpaged.engine.executor.HostBlocks`; swap-outs complete at once."""
 
-    def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
+    def __init__(self, host: NDArray[np.int64], pool: NDArray[np.int64], block_size: int, identity: bytes) -> None:
         self._host = host
+        self._pool = pool
+        self.place = block_size
         self._identity = identity
         self._weight = 0
         self._block_size = block_size
@@ -149,6 +152,19 @@ class FakeHostBlocks:
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
         return True
+
+    def read(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> BlockArrays:
+        """Return one array of the blocks."""
+        named = [(self._pool, block_id) for block_id in block_ids]
+        named += [(self._host, block_id) for block_id in host_block_ids]
+        rows = [memory[block_id * self.place : (block_id + 1) * self.place].copy() for memory, block_id in named]
+        return BlockArrays((np.stack(rows),), (len(rows),))
+
+    def receive(self, contents: BlockArrays, block_ids: Sequence[int]) -> None:
+        """Write blocks at once."""
+        for row, block_id in zip(contents.arrays[0], block_ids, strict=True):
+            if block_id:
+                self._host[block_id * self.place : (block_id + 1) * self.place] = row
 
     def kv_identity(self) -> bytes:
         """Return a hash shared by all fakes that write the same numbers."""
@@ -364,6 +380,7 @@ class FakeExecutor:
             num_speculative_tokens=self.num_speculative_tokens,
             state_bytes=self.state_bytes,
             state_checkpoint_interval=self.state_checkpoint_blocks * block_size,
+            num_draft_states=max_num_seqs * self.num_speculative_tokens if self.state_bytes else 0,
             cascade=None
             if self.num_sink_tokens or self.dp_size > 1
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
@@ -372,7 +389,7 @@ class FakeExecutor:
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
-        self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
+        self.host_blocks = FakeHostBlocks(self._host, self._pool, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.have_ended = np.zeros(max_num_seqs, np.bool_)
@@ -634,6 +651,8 @@ class FakeExecutor:
     def _write_states(self, inputs: StepInputs, has_ended_s: NDArray[np.bool_]) -> None:
         """Read the state of each row, and write the one after its tokens; all are read before one is written.
 
+        A row of a draft token continues the row before it.
+
         Raises:
             InternalError: a state is not that of the tokens before the step, and the row has not ended.
         """
@@ -644,8 +663,14 @@ class FakeExecutor:
                 continue
             start, slot = int(inputs.positions_t[begin]), int(inputs.state_slots_s[row])
             slots = self._get_slots(inputs, row, 0, max(0, start - 1))
-            if start and not has_ended_s[row] and self._states[inputs.state_sources_s[row]] != self._pool[slots[0], 1]:
-                raise InternalError(f"state slot {inputs.state_sources_s[row]} is not that of {start} tokens")
+            source = inputs.state_sources_s[row]
+            state = self._states[source]
+            if inputs.is_draft_s[row]:
+                if source != inputs.state_sources_s[row - 1]:
+                    raise InternalError(f"row {row} of a draft reads state slot {source}, unlike the row before it")
+                state = written.get(int(inputs.state_slots_s[row - 1]), np.int64(_UNWRITTEN))
+            if start and not has_ended_s[row] and state != self._pool[slots[0], 1]:
+                raise InternalError(f"state slot {source} is not that of {start} tokens")
             if slot in written or not slot:
                 raise InternalError(f"state slot {slot} is written by row {row} as well")
             written[slot] = self._pool[slots[-1], 1]

@@ -445,11 +445,18 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
     """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones.
 
     Also a mapping from their token ids, with the actual token first, as in vLLM.
+
+    Attributes:
+        sampling_logprob: of the actual token in the distribution that it was sampled from, after temperature and
+            truncation; None unless the request has `sampling_logprobs`, and so is `entropy`.
+        entropy: of the model's distribution, in nats.
     """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     asked: tuple[TokenLogprob, ...] = ()
+    sampling_logprob: float | None = None
+    entropy: float | None = None
 
     def as_dict(self) -> dict[int, TokenLogprob]:
         """Return the log-probabilities by token id."""
@@ -546,7 +553,8 @@ class SequenceDelta:
             of one array, the hidden states of all tokens in order.
         reasoning_content: chats: reasoning to append; not part of `text`.
         tool_calls: chats: parts of calls, in order; not part of `text`.
-        weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order.
+        weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order; then,
+            with 0 tokens, others that sampled beams or `best_of` sequences that it was ranked with.
     """
 
     request_id: str
@@ -587,7 +595,8 @@ class CompletionOutput:
         tool_calls: chats: the calls; not part of `text`.
         lora_request: adapter of the request, as the caller of `LLM` gave it.
         weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
-            while the request was kept. Empty while a stream continues, and from servers that do not report them.
+            while the request was kept. Versions of other beams, or samples of `best_of`, that it was ranked with have 0
+            tokens. Empty while a stream continues, and from servers that do not report them.
     """
 
     index: int
@@ -604,7 +613,7 @@ class CompletionOutput:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that sampled the last token; "" if not reported."""
+        """The last version of `weight_versions`; "" if not reported."""
         return self.weight_versions[-1].version if self.weight_versions else ""
 
     @property
@@ -680,6 +689,11 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache."""
         return self.usage.cached_tokens
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """None: a request names no blocks of another server; vLLM's field."""
+        return None
 
     @property
     def weight_version(self) -> str:

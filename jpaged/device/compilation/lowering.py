@@ -601,7 +601,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            state_bytes=self._state_bytes(self.geometry.max_num_seqs),
+            state_bytes=self._state_bytes(self.geometry.num_running_states),
             checkpoint_bytes=self._state_bytes(1) - self._state_bytes(0),
             blocks_per_checkpoint=self.geometry.blocks_per_checkpoint,
             num_blocks=self._num_encoder_blocks if cache.num_blocks is None else num_blocks,
