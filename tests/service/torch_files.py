@@ -27,7 +27,7 @@ class Call:
         self.function, self.arguments = function, arguments
 
 
-class TorchPickler(pickle._Pickler):  # type: ignore[misc]  # the one in Python may be extended
+class TorchPickler(pickle._Pickler):  # the one in Python: its methods may be replaced
     """Writes names that cannot be imported here, and storages, as torch does."""
 
     def persistent_id(self, one: Any) -> Any:
@@ -35,13 +35,13 @@ class TorchPickler(pickle._Pickler):  # type: ignore[misc]  # the one in Python 
 
     def save(self, one: Any, save_persistent_id: bool = True) -> None:
         if isinstance(one, Named):
-            self.write(pickle.GLOBAL + f"{one.module}\n{one.name}\n".encode())
+            self.write(pickle.GLOBAL + f"{one.module}\n{one.name}\n".encode())  # type: ignore[attr-defined]
         elif isinstance(one, Call):
             self.save(one.function)
             self.save(one.arguments)
-            self.write(pickle.REDUCE)
+            self.write(pickle.REDUCE)  # type: ignore[attr-defined]
         else:
-            super().save(one, save_persistent_id)
+            super().save(one, save_persistent_id)  # type: ignore[misc]
 
 
 def storage(kind: str = "FloatStorage", key: str = "0", size: int = 12) -> tuple[Any, ...]:
