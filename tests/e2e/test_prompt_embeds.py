@@ -173,3 +173,9 @@ def test_options_that_need_tokens_are_refused_by_name() -> None:
     config = EngineConfig.load({"enable_prompt_embeds": True})
     with pytest.raises(InvalidArgument, match=r"enable_prompt_embeds: True requires a single process \(there are 2"):
         config.for_multihost(MultiHost("a:1", 2, 0, "the options"))
+
+
+def test_messages_with_embeddings_may_be_larger_unless_a_limit_is_set() -> None:
+    for given, limit in (({}, 16.0), ({"max_request_size": 2.0}, 2.0)):
+        assert EngineConfig.load({"enable_prompt_embeds": True, **given}).server.max_request_size == limit
+    assert EngineConfig.load({}).server.max_request_size == 1.0
