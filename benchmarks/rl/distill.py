@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="seed of prompts and samples (default: 0)")
     args = parser.parse_args()
-    sizes = {"dtype": "float32", "linear_backend": "xla", "max_num_seqs": 32, "max_model_len": 64}
+    sizes: dict[str, Any] = {"dtype": "float32", "linear_backend": "xla", "max_num_seqs": 32, "max_model_len": 64}
     with LLM("demo", **sizes) as teacher, LLM("demo-draft", **sizes) as student:
         for step, divergence in enumerate(distill(teacher, student, args.steps, args.seed), start=1):
             print(f"step {step}  divergence {divergence:.4f} nats per token", flush=True)

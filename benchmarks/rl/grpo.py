@@ -80,7 +80,7 @@ def reward(text: str, subject: str) -> float:
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def attend(shape: tuple[int, int], q: jax.Array, k: jax.Array, v: jax.Array, carry: Any, place: Any) -> Any:
+def attend(shape: tuple[int, ...], q: jax.Array, k: jax.Array, v: jax.Array, carry: Any, place: Any) -> Any:
     """Compute causal attention for rows that are packed in one axis, as `Model.run` calls it."""
     q, k, v = (x.reshape(*shape, *x.shape[1:]) for x in (q, k, v))
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True)

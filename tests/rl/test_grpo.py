@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ def test_the_reward_rises() -> None:
 
 @pytest.mark.long
 def test_the_student_comes_nearer_to_its_teacher() -> None:
-    sizes = {"dtype": "float32", "linear_backend": "xla", "max_num_seqs": 32, "max_model_len": 64}
+    sizes: dict[str, Any] = {"dtype": "float32", "linear_backend": "xla", "max_num_seqs": 32, "max_model_len": 64}
     with LLM("demo", **sizes) as teacher, LLM("demo-draft", **sizes) as student:
         divergences = [*distill(teacher, student, 16, seed=0)]
     assert np.mean(divergences[-4:]) < np.mean(divergences[:4]) - 0.1
