@@ -33,7 +33,7 @@ class ModelLeaves:
 def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves:
     """Return the leaves, with tensor names that match a checkpoint with the `stored` names."""
     family, names = find_family(config.architecture), frozenset(stored)
-    prefix = _prefix(family, names)
+    prefix = _prefix(family, config, names)
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
         for index, kind in enumerate(config.layer_kinds, config.first_layer)
@@ -55,12 +55,13 @@ def _renamed(leaf: Leaf, part: str, other: str, names: Collection[str]) -> Leaf:
     return dataclasses.replace(leaf, tensors=tensors) if is_stored else leaf
 
 
-def _prefix(family: AnyFamily, names: Collection[str]) -> str:
+def _prefix(family: AnyFamily, config: ModelConfig, names: Collection[str]) -> str:
     """Return the prefix of tensors' names; none if the class without a head was saved, as transformers accepts it."""
     prefix = family.name_prefix(names)
-    if any(name.startswith(prefix) for name in names):
+    if not names or any(name.startswith(prefix) for name in names):
         return prefix
-    return "" if any(name.startswith(family.layers_prefix) for name in names) else prefix
+    outer = {name for leaf in family.outer_leaves(config, "") for name, _ in leaf.tensors}
+    return "" if any(name in outer or name.startswith(family.layers_prefix) for name in names) else prefix
 
 
 @functools.cache

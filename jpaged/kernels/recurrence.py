@@ -12,6 +12,14 @@ row from one slot and writes it to another. So a fork costs no copy: the first s
 
 All rows are read before the first one is written, so one row may take over the slot of another.
 
+Rows of draft tokens follow the row of their sequence. Each writes the state after its token to a slot of its own, so
+that a sequence continues with the slot of its last accepted token:
+
+    row       source   slot
+    r         1        1           t7, the last token
+    r + 1     1        5           a, a draft: after the token of row r
+    r + 2     1        6           b, a draft: after a; if only a is accepted, slot 5 is the state
+
 Three backends update matrices. The bits of a row depend on no other row.
 
     tokens    XLA, one token after another: the specification. Bits do not depend on where a prompt is cut.
@@ -39,6 +47,8 @@ BLOCK_LEN, SHORT_LEN = 64, 16
 
 Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has its own decay.
 """
+_ZEROS, _ROW_BEFORE = -1, -2
+"""Sources of rows in the C++ kernel that are no slots: a sequence begins, or continues the row before."""
 
 
 def _whole(function: Callable[..., Any], axes_in: Sequence[int | None], axes_out: Sequence[int]) -> Callable[..., Any]:
@@ -77,16 +87,20 @@ class RecurrentRows:
 
     Attributes:
         starts_s1: first packed token of each row, and the end.
+        firsts_s: first token of its sequence in the step: that of another row for draft tokens.
         is_first_s: the row begins its sequence.
-        sources_s: slot from which the state is read.
+        is_draft_s: the row continues the one before it.
+        sources_s: slot from which the state before the first token is read.
         slots_s: slot to which it is written; 0 for padding.
         rows_t: row of each token.
-        offsets_t: tokens of the same row before each token.
+        offsets_t: tokens of the same sequence before each token.
         kernel: updates matrices. Static.
     """
 
     starts_s1: jax.Array
+    firsts_s: jax.Array
     is_first_s: jax.Array
+    is_draft_s: jax.Array
     sources_s: jax.Array
     slots_s: jax.Array
     rows_t: jax.Array
@@ -102,11 +116,22 @@ class RecurrentRows:
         slots_s: jax.Array,
         num_tokens: int,
         kernel: RecurrenceKernel = _TOKENS,
+        is_draft_s: jax.Array | None = None,
     ) -> RecurrentRows:
-        """Return the rows of a step of `num_tokens` packed tokens, including padding."""
+        """Return the rows of a step of `num_tokens` packed tokens, including padding.
+
+        Args:
+            is_draft_s: None if no row has draft tokens.
+        """
         t, last = jnp.arange(num_tokens, dtype=jnp.int32), len(starts_s1) - 2
         rows_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), last)
-        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t], kernel)
+        firsts_s = starts_s1[:-1]
+        if is_draft_s is None:
+            is_draft_s = jnp.zeros(last + 1, bool)
+        else:
+            firsts_s = jax.lax.cummax(jnp.where(is_draft_s, 0, firsts_s))  # rows are packed in order
+        offsets_t = t - firsts_s[rows_t]
+        return cls(starts_s1, firsts_s, is_first_s, is_draft_s, sources_s, slots_s, rows_t, offsets_t, kernel)
 
     @classmethod
     def one(cls, num_tokens: int) -> RecurrentRows:
@@ -116,8 +141,8 @@ class RecurrentRows:
 
     @property
     def lens_s(self) -> jax.Array:
-        """Tokens of each row."""
-        return self.starts_s1[1:] - self.starts_s1[:-1]
+        """Tokens of each row, with those of the same sequence before it; 0 for rows that are not in use."""
+        return jnp.where(self.starts_s1[1:] > self.starts_s1[:-1], self.starts_s1[1:] - self.firsts_s, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -326,7 +351,8 @@ def _recur_by_tokens(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
         outputs, states = carry
         row = rows.rows_t[token]
         q, k, u = q_thd[token], k_thd[token], one.x_thv[token]
-        state = states[row] * decays_thd[token][:, :, None]
+        source = jnp.where(rows.is_draft_s[row] & (token == rows.starts_s1[row]), row - 1, row)
+        state = states[source] * decays_thd[token][:, :, None]
         if one.strengths_th is not None:
             u = (u - jnp.sum(state * k[:, :, None], axis=1)) * one.strengths_th[token, :, None]
         state = state + k[:, :, None] * u[:, None, :]
@@ -339,9 +365,9 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     """Run short rows all at once, and the blocks of long rows one after another.
 
     Shapes of a block do not depend on the step, and unused places of a block are zeros. So the bits of a row do not
-    depend on other rows.
+    depend on other rows. A row of a draft token runs all tokens of its sequence in the step, which are few.
     """
-    num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.starts_s1[:-1]
+    num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.firsts_s
     is_short_s = (lens_s > 0) & (lens_s <= SHORT_LEN)
     places_sc = starts_s[:, None] + jnp.arange(SHORT_LEN)
     used_sc = (jnp.arange(SHORT_LEN) < lens_s[:, None]) & is_short_s[:, None]
@@ -510,7 +536,7 @@ def _recur_in_place(
     shapes = (jax.ShapeDtypeStruct(one.x_thv.shape, jnp.float32), jax.ShapeDtypeStruct(states.shape, jnp.float32))
     run = jax.ffi.ffi_call(f"{NAME}_recur", shapes, input_output_aliases={9: 1})
     strengths = jnp.zeros((0,), jnp.float32) if one.strengths_th is None else one.strengths_th
-    sources_s = jnp.where(rows.is_first_s, -1, rows.sources_s)
+    sources_s = jnp.where(rows.is_first_s, _ZEROS, jnp.where(rows.is_draft_s, _ROW_BEFORE, rows.sources_s))
     numbers = (x.astype(jnp.int32) for x in (jnp.asarray(layer), rows.starts_s1, sources_s, rows.slots_s))
     o_thv, states = run(
         *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays), strengths, *numbers, states),

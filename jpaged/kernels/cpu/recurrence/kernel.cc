@@ -3,7 +3,8 @@
 //     head -> strips of columns -> rows, one after another -> tokens, one after another
 //
 // States are updated in place, in their slots; only those of rows in use are read. A task has a strip of all rows: it
-// copies the strips of rows that read one slot and write another, before it writes the first one.
+// copies the strips of rows that read one slot and write another, before it writes the first one. A row that continues
+// the row before it reads the slot that this one has written.
 
 #include "core.h"
 
@@ -27,6 +28,8 @@ namespace ffi = xla::ffi;
 using Floats32 = ffi::Buffer<ffi::F32>;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
+constexpr int64_t kRowBefore = -2;  // source of a row that continues the row before it
+
 // Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
 
@@ -44,7 +47,7 @@ struct Attributes {
 
 struct Operands {
   Floats32 q, k, x, decays, strengths;  // no strengths for Mamba-2
-  Ints32 layer, starts, sources, slots;  // a source below 0 is a state of zeros
+  Ints32 layer, starts, sources, slots;  // a source of -1 is a state of zeros
   Floats32 states;
 };
 
@@ -77,7 +80,7 @@ const char* contradiction(const Operands& o, const Floats32& out, const Floats32
 // Packed tokens [begin, end) of a row in use.
 struct Row {
   int64_t begin, end, source, slot;
-  bool copies;  // reads another slot than it writes
+  bool copies;  // reads another slot than it writes, as it was before the step
 };
 
 std::vector<Row> rows_in_use(const Operands& o, int64_t num_tokens, int64_t num_slots) {
@@ -86,7 +89,12 @@ std::vector<Row> rows_in_use(const Operands& o, int64_t num_tokens, int64_t num_
   for (int64_t r = 0; r < static_cast<int64_t>(o.slots.element_count()); ++r) {
     const int64_t begin = starts[r], end = starts[r + 1], source = sources[r], slot = slots[r];
     const bool is_valid = 0 <= begin && end <= num_tokens && source < num_slots && 0 <= slot && slot < num_slots;
-    if (is_valid && begin < end) rows.push_back({begin, end, source, slot, source >= 0 && source != slot});
+    if (!is_valid || begin >= end) continue;
+    if (source == kRowBefore) {
+      rows.push_back({begin, end, rows.empty() ? -1 : rows.back().slot, slot, false});
+    } else {
+      rows.push_back({begin, end, source, slot, source >= 0 && source != slot});
+    }
   }
   return rows;
 }
@@ -127,7 +135,7 @@ ffi::Error recur(ffi::ThreadPool pool, Floats32 q, Floats32 k, Floats32 x, Float
       const int64_t key = (row.begin * num_key_heads + key_head) * depth, one = row.begin * num_heads + head;
       Strip strip{};
       strip.to = state_at(row.slot), strip.to_stride = width;
-      strip.from = row.source < 0 ? nullptr : row.copies ? copy : strip.to;
+      strip.from = row.source < 0 ? nullptr : row.copies ? copy : state_at(row.source);
       strip.from_stride = row.copies ? columns : width;
       strip.depth = depth, strip.num_columns = count, strip.num_tokens = row.end - row.begin;
       strip.q = q.typed_data() + key, strip.k = k.typed_data() + key, strip.key_stride = num_key_heads * depth;
