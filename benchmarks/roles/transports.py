@@ -77,7 +77,7 @@ def measure(model: str, sizes: Mapping[str, int], rounds: int, transport: str) -
         for size, num_tokens in [("small", sizes["small"]), *(item for item in sizes.items() for _ in range(rounds))]:
             before, begin_s = read_counters(url), time.monotonic()
             token_ids = [chance.randrange(300, 4000) for _ in range(num_tokens)]
-            client.complete(token_ids, _ONE)
+            client.complete(sampling=_ONE, prompt_token_ids=token_ids)
             wall_s, after = time.monotonic() - begin_s, read_counters(url)
             change = {name: after[name] - before.get(name, 0.0) for name in after}
             if transport == "compute":
