@@ -629,7 +629,7 @@ def _weight_reader(
         found = quantized_here(read_config(folder, given.overrides), given.quantization)
         for field in fields(found):
             mine, other = getattr(source.config, field.name, None), getattr(found, field.name)
-            if field.name != "eos_token_ids" and mine != other:
+            if field.name not in ("eos_token_ids", "widened_method") and mine != other:
                 problem = f"{folder} has {field.name} {str(other)[:80]}; the model that is served has {str(mine)[:80]}"
                 raise InvalidArgument("weights", problem)
 

@@ -43,6 +43,11 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "c
 """Attention backends."""
 
 
+OWN_QUANTIZATIONS = (
+    *("auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
+    *("moe_wna16", "mxfp4", "hqq", "modelopt", "modelopt_fp4", "quark", "torchao"),
+)
+"""Methods of quantized checkpoints by vLLM's names; files of the last five are not supported."""
 _EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 65536}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',
@@ -94,7 +99,7 @@ class ModelOptions:
         "embedding and output matrix too, to int8; other names must be those of the checkpoint's own method",
         choices=(
             *("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
-            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "gguf"),
+            *OWN_QUANTIZATIONS,
         ),
     )
     load_format: str = option(
@@ -134,6 +139,11 @@ class ModelOptions:
         True,
         "parse special tokens that are spelled out in prompts and messages; if off, they are plain text there, and "
         "only those of the chat template count",
+    )
+    enable_prompt_embeds: bool = option(
+        False,
+        "accept input embeddings (`prompt_embeds`) in place of a prompt's tokens; only from trusted callers, because "
+        "they reach inputs of the model that no text has",
     )
     skip_tokenizer_init: bool = option(
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"

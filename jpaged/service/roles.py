@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 def why_here(request: Request, min_tokens: int) -> str | None:
     """Return the reason to compute a prompt on this server; None if a prefill server may compute it.
 
-    Prompt log-probabilities and hidden states are not transferred, nor is state beyond tokens: beams, sums of best_of,
-    thinking budgets, grammars with `always_complete`.
+    Prompt log-probabilities, hidden states and input embeddings are not transferred, nor is state beyond tokens: beams,
+    sums of best_of, thinking budgets, grammars with `always_complete`.
 
     Args:
         min_tokens: shorter prompts stay. Longer ones may also stay if cached, which only their blocks show.
@@ -73,6 +73,8 @@ def why_here(request: Request, min_tokens: int) -> str | None:
         return "told_of"
     if request.continued:
         return "continued"
+    if request.embeds is not None:
+        return "embedded"
     outputs = sampling.structured_outputs
     if request.thinking is not None or (outputs is not None and outputs.always_complete):
         return "budget"
