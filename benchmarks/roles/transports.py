@@ -118,7 +118,7 @@ def describe(transport: str, found: Any, bytes_per_token: float, computed: tuple
 
 def main() -> None:
     """Measure all transports, and print a line of JSON for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure transfers over gRPC and over data ports.")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--small-tokens", type=int, default=48)

@@ -39,7 +39,9 @@ SAMPLINGS = [
 def serving(*words: str) -> Iterator[tuple[Process, str]]:
     """A server of the demo, and its address."""
     common = ("--port", "0", "--dtype", "float32", "--max-num-seqs", "8", "--swap-space", "0.1")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if "--tensor-parallel-size" in words:
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     process = Process(["-m", "jpaged", "serve", "demo", *common, *words], environment)
     try:
         port = process.wait_for(r"^ready on \S*:(\d+)")[1]
