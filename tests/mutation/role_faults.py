@@ -188,8 +188,8 @@ ROLE_FAULTS = (
     Fault(
         "a prefill server sends blocks that the caller has",
         "service/roles.py",
-        "PrefillKVExport(transfer, chain, asked.num_known, put)",
-        "PrefillKVExport(transfer, chain, 0, put)",
+        "transfer.leave(chain, asked.num_known, is_hurried=True)",
+        "transfer.leave(chain, 0, is_hurried=True)",
         ROLES,
     ),
     Fault(
