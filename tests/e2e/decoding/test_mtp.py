@@ -114,5 +114,5 @@ def test_a_model_without_an_mtp_layer_is_refused_by_name(tmp_path: Path) -> None
 def test_rounds_of_more_tokens_than_states_are_refused_by_name(tmp_path: Path) -> None:
     folder, config = checkpoint("qwen3_5_text", tmp_path), {**MTP, "num_speculative_tokens": 16}
     refusal = "num_speculative_tokens: 16 is over the limit of 15 for models with recurrent state"
-    with pytest.raises(InvalidArgument, match=refusal), open_llm(folder, speculative_config=config):
+    with pytest.raises(InvalidArgument, match=refusal), open_llm(folder, **SIZES, speculative_config=config):
         raise AssertionError("it is served")
