@@ -199,6 +199,11 @@ class EngineConfig:
         if self.speculation is None or not self.has_draft:
             return
         method = self.speculation.method
+        if self.model.enable_prompt_embeds:
+            raise InvalidArgument(
+                f"{NAME}.method",
+                f"{method} reads tokens only (enable_prompt_embeds is True): use ngram or suffix",
+            )
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
                 raise InvalidArgument(f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, but must be 1")
@@ -401,6 +406,8 @@ class EngineConfig:
             raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} {single}")
         if self.roles.role != "both":
             raise InvalidArgument("role", f"{self.roles.role} {single}")
+        if self.model.enable_prompt_embeds:
+            raise InvalidArgument("enable_prompt_embeds", f"True {single}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 

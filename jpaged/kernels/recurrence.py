@@ -1,5 +1,7 @@
 """Recurrent layers over packed rows: states, short convolutions, the delta rule and Mamba-2. XLA is the reference.
 
+Decays are of each head, or of each channel of its keys (Kimi Delta Attention).
+
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
 row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
 
@@ -41,7 +43,10 @@ from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 
 BLOCK_LEN, SHORT_LEN = 64, 16
-"""Tokens of a block, and of the longest rows that are computed all at once."""
+"""Tokens of a block, and of the longest rows that are computed all at once.
+
+Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has its own decay.
+"""
 _ZEROS, _ROW_BEFORE = -1, -2
 """Sources of rows in the C++ kernel that are no slots: a sequence begins, or continues the row before."""
 
@@ -261,14 +266,14 @@ class Recurrence:
     Attributes:
         q_tkd, k_tkd: queries and keys; each key head is that of H / K consecutive value heads.
         x_thv: u; for the gated delta rule the value, of which u is made.
-        log_decays_th: logarithms of the decays, at most 0.
-        strengths_th: of the gated delta rule, whose u is strength * (x - decay * k S). None for Mamba-2.
+        log_decays: logarithms of the decays, at most 0: `[T, H]`, or `[T, H, D]` if each row of S has its own.
+        strengths_th: of the gated delta rule, whose u is strength * (x - k (decay * S)). None for Mamba-2.
     """
 
     q_tkd: jax.Array
     k_tkd: jax.Array
     x_thv: jax.Array
-    log_decays_th: jax.Array
+    log_decays: jax.Array
     strengths_th: jax.Array | None = None
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Recurrence:
@@ -278,10 +283,14 @@ class Recurrence:
 
 
 def gated_delta_rule(
-    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decays_th: jax.Array, strengths_th: jax.Array
+    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decays: jax.Array, strengths_th: jax.Array
 ) -> Recurrence:
-    """Return the gated delta rule (Yang et al. 2024, arXiv 2412.06464) of some tokens."""
-    return Recurrence(q_tkd, k_tkd, v_thv, log_decays_th, strengths_th)
+    """Return the gated delta rule (Yang et al. 2024, arXiv 2412.06464) of some tokens.
+
+    Args:
+        log_decays: `[T, H]`, or `[T, H, D]` for Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692).
+    """
+    return Recurrence(q_tkd, k_tkd, v_thv, log_decays, strengths_th)
 
 
 def selective_scan(
@@ -336,14 +345,14 @@ def _recur_by_tokens(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     """
     group = one.x_thv.shape[1] // one.q_tkd.shape[1]
     q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (one.q_tkd, one.k_tkd))
-    decays_th = jnp.exp(one.log_decays_th)
+    decays_thd = jnp.exp(one.log_decays).reshape(*one.x_thv.shape[:2], -1)
 
     def run(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         outputs, states = carry
         row = rows.rows_t[token]
         q, k, u = q_thd[token], k_thd[token], one.x_thv[token]
         source = jnp.where(rows.is_draft_s[row] & (token == rows.starts_s1[row]), row - 1, row)
-        state = states[source] * decays_th[token, :, None, None]
+        state = states[source] * decays_thd[token][:, :, None]
         if one.strengths_th is not None:
             u = (u - jnp.sum(state * k[:, :, None], axis=1)) * one.strengths_th[token, :, None]
         state = state + k[:, :, None] * u[:, None, :]
@@ -363,7 +372,8 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     places_sc = starts_s[:, None] + jnp.arange(SHORT_LEN)
     used_sc = (jnp.arange(SHORT_LEN) < lens_s[:, None]) & is_short_s[:, None]
     short = one.map(lambda x: _masked(x[jnp.minimum(places_sc, num_tokens - 1)], used_sc))
-    o_schv, after = jax.vmap(_run_block)(short, states)
+    run_block = _run_block if one.log_decays.ndim == 2 else _run_channels
+    o_schv, after = jax.vmap(run_block)(short, states)
     states = jnp.where(is_short_s[:, None, None, None], after, states)
     o_thv = _masked(o_schv[rows.rows_t, jnp.minimum(rows.offsets_t, SHORT_LEN - 1)], is_short_s[rows.rows_t])
     # Long rows of n tokens have ceil(n / 64) blocks, which is at most n / 17, and n / 64 + 1.
@@ -382,7 +392,7 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
         begin = jnp.minimum(starts_s[row] + before, num_tokens)
         is_used_c = jnp.arange(BLOCK_LEN) < num_used
         tokens = padded.map(lambda x: _masked(jax.lax.dynamic_slice_in_dim(x, begin, BLOCK_LEN), is_used_c))
-        o_chv, state = _run_block(tokens, states[row])
+        o_chv, state = run_block(tokens, states[row])
         old_chv = jax.lax.dynamic_slice_in_dim(outputs, begin, BLOCK_LEN)
         o_chv = jnp.where(is_used_c[:, None, None], o_chv, old_chv)
         states = states.at[row].set(jnp.where(num_used > 0, state, states[row]))
@@ -405,7 +415,7 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
     (num_tokens, num_keys, _), (_, num_heads, _) = one.q_tkd.shape, one.x_thv.shape
     grouped = num_keys, num_heads // num_keys
     x_kgcv = jnp.moveaxis(one.x_thv.reshape(num_tokens, *grouped, -1), 0, 2)
-    logs_kgc = jnp.moveaxis(one.log_decays_th.reshape(num_tokens, *grouped), 0, 2)
+    logs_kgc = jnp.moveaxis(one.log_decays.reshape(num_tokens, *grouped), 0, 2)
     state_kgdv = state_hdv.reshape(*grouped, *state_hdv.shape[1:])
     is_later, is_seen = (jnp.tril(jnp.ones((num_tokens, num_tokens), bool), last) for last in (-1, 0))
     # One sum for each pair: differences of sums from the beginning would lose digits of small decays after large ones.
@@ -426,6 +436,64 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
     written_kgdv = _product("ckd,kgcv->kgdv", one.k_tkd, decays_kgcj[..., -1, :, None] * u_kgcv)
     state_kgdv = since_kgc1[..., -1:, :] * state_kgdv + written_kgdv
     return jnp.moveaxis(o_kgcv, 2, 0).reshape(one.x_thv.shape), state_kgdv.reshape(state_hdv.shape)
+
+
+def _run_channels(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `_run_block` if each channel of a key has its own decay, which is part of its products."""
+    num_tokens, num_heads, _ = one.x_thv.shape
+    group = num_heads // one.q_tkd.shape[1]
+    q_hcd, k_hcd = (jnp.repeat(x, group, axis=1).swapaxes(0, 1) for x in (one.q_tkd, one.k_tkd))
+    u_hcv, logs_hcd = one.x_thv.swapaxes(0, 1), one.log_decays.swapaxes(0, 1)
+    since_hcd = jnp.exp(jnp.cumsum(logs_hcd, axis=1))
+    scores_hcj, keys_hcj = _multiply_decayed((q_hcd, k_hcd), k_hcd, logs_hcd)
+    if one.strengths_th is not None:
+        strengths_hc1 = one.strengths_th.T[..., None]
+        known_hcv = _product("hcd,hdv->hcv", since_hcd * k_hcd, state_hdv)
+        is_later = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), -1)
+        inverse_hcj = _inverse(jnp.where(is_later, strengths_hc1 * keys_hcj, 0))
+        u_hcv = _product("hcj,hjv->hcv", inverse_hcj, strengths_hc1 * (u_hcv - known_hcv))
+    o_hcv = _product("hcd,hdv->hcv", since_hcd * q_hcd, state_hdv) + _product("hcj,hjv->hcv", scores_hcj, u_hcv)
+    written_hdv = _product("hcd,hcv->hdv", jnp.exp(_sum_later(logs_hcd)) * k_hcd, u_hcv)
+    return o_hcv.swapaxes(0, 1), since_hcd[:, -1, :, None] * state_hdv + written_hdv
+
+
+def _multiply_decayed(vectors: Sequence[jax.Array], k_hcd: jax.Array, logs_hcd: jax.Array) -> list[jax.Array]:
+    """Return x(t) (d(t, j) * k(j)) for each of some vectors x and j <= t, and zeros for other pairs, `[H, C, C]`.
+
+    Between parts of `SHORT_LEN` tokens, the decay d(t, j) is two factors, before and from the first token of t's part:
+
+        . . j . | . . . . | . . t .
+              └────────┘    └─┘
+
+    Neither is above 1, so nothing overflows, and a product is zero only if it is too small for float32. Within a part,
+    pairs at each distance are multiplied one by one. Logarithms are only added: see `_run_block`.
+    """
+    num_tokens, places = k_hcd.shape[1], np.arange(k_hcd.shape[1])
+    starts_p, apart = places[::SHORT_LEN], places[:, None] - places
+    parts = len(starts_p), min(SHORT_LEN, num_tokens)
+    is_before_pc1 = (places < starts_p[:, None])[..., None]
+    before_hpcd = jnp.exp(_sum_later(jnp.where(is_before_pc1, logs_hcd[:, None], 0)))
+    k_hpcd = jnp.where(is_before_pc1, before_hpcd * k_hcd[:, None], 0)
+    inside_hpcd = jnp.exp(jnp.cumsum(logs_hcd.reshape(len(logs_hcd), *parts, -1), axis=2))
+    found = [
+        _product("hpcd,hpjd->hpcj", x.reshape(inside_hpcd.shape) * inside_hpcd, k_hpcd).reshape(-1, *apart.shape)
+        for x in vectors
+    ]
+    sums_hcd, earlier_hcd = jnp.zeros_like(logs_hcd), logs_hcd
+    for distance in range(parts[1]):
+        is_pair = (apart == distance) & (places[:, None] % SHORT_LEN >= distance)
+        decayed_hcd = jnp.exp(sums_hcd) * k_hcd
+        for index, x in enumerate(vectors):
+            found[index] = jnp.where(is_pair, jnp.sum(x * decayed_hcd, axis=-1, keepdims=True), found[index])
+        sums_hcd = sums_hcd + earlier_hcd
+        earlier_hcd, k_hcd = (jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :num_tokens] for x in (earlier_hcd, k_hcd))
+    return found
+
+
+def _sum_later(logs: jax.Array) -> jax.Array:
+    """Return the sum over all later tokens for each token, `[..., C, D]`."""
+    later = jnp.concatenate((logs[..., 1:, :], jnp.zeros_like(logs[..., :1, :])), axis=-2)
+    return jnp.flip(jnp.cumsum(jnp.flip(later, axis=-2), axis=-2), axis=-2)
 
 
 def _inverse(matrix: jax.Array) -> jax.Array:
@@ -471,7 +539,7 @@ def _recur_in_place(
     sources_s = jnp.where(rows.is_first_s, _ZEROS, jnp.where(rows.is_draft_s, _ROW_BEFORE, rows.sources_s))
     numbers = (x.astype(jnp.int32) for x in (jnp.asarray(layer), rows.starts_s1, sources_s, rows.slots_s))
     o_thv, states = run(
-        *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays_th), strengths, *numbers, states),
+        *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays), strengths, *numbers, states),
         max_width=np.int64(rows.kernel.max_width),
         max_threads=np.int64(rows.kernel.max_threads),
     )

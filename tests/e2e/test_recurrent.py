@@ -72,7 +72,7 @@ class Served:
         return self.known["", prompt]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "kimi_linear", "granitemoehybrid"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
 ) -> Iterator[Served]:
@@ -231,6 +231,7 @@ def test_rounds_of_a_draft_model_keep_the_state_of_the_last_accepted_token(
     config = {**small.config, "vocab_size": case.config["vocab_size"], "max_position_embeddings": 256}
     of_draft = write_checkpoint(dataclasses.replace(small, config=config), tmp_path / "draft")
     sizes = {"skip_tokenizer_init": True, "num_blocks": 96, "block_size": 8, "max_model_len": 128, "max_num_seqs": 8}
+    sizes["max_num_batched_tokens"] = 64
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
     params = [dataclasses.replace(KINDS[("greedy", "seeded")[index % 2]], max_tokens=30) for index in range(8)]
     params[3] = dataclasses.replace(KINDS["three"], max_tokens=9)

@@ -99,7 +99,7 @@ def delta_rule(q, k, v, decays, strengths, state=0.0):
     for t in range(num_tokens):
         for head in range(num_heads):
             query, key = q[t, head // group], k[t, head // group]
-            state = decays[t, head] * states[head]
+            state = decays[t, head][..., None] * states[head]
             state = state + np.outer(key, strengths[t, head] * (v[t, head] - key @ state))
             states[head], outputs[t, head] = state, query @ state
     return outputs, states
@@ -119,11 +119,13 @@ def mamba(x, b, c, steps, decays, state=0.0):
 
 # Sums over these axes have other bits if XLA makes them for several rows at once.
 DELTA_SHAPES = {"q": (4, 16), "k": (4, 16), "v": (8, 16), "decays": (8,), "strengths": (8,)}
+CHANNELS_SHAPES = {**DELTA_SHAPES, "decays": (8, 16)}
 MAMBA_SHAPES = {"x": (8, 16), "b": (2, 16), "c": (2, 16), "steps": (8,), "decays": (8,)}
 
 
 RULES: dict[str, tuple[Callable[..., Recurrence], Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "delta": (gated_delta_rule, delta_rule, DELTA_SHAPES),
+    "channels": (gated_delta_rule, delta_rule, CHANNELS_SHAPES),
     "mamba": (selective_scan, mamba, MAMBA_SHAPES),
 }
 STATE = (8, 16, 16)
@@ -211,25 +213,26 @@ def test_rows_of_every_length_equal_the_recurrence_in_float64(step: Apply, rule:
     check_rows(step, rule, KERNELS[kernel], LENS, 512)
 
 
+@pytest.mark.parametrize("decays", [(6,), (6, 7)], ids=["heads", "channels"])
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx2", "cpu-baseline"])
-def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str) -> None:
+def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str, decays: tuple[int, ...]) -> None:
     """The depth is no multiple of the sums at once, and columns fill neither a vector nor a strip."""
     rng = np.random.default_rng(3)
-    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": (6,), "strengths": (6,)}
+    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": decays, "strengths": (6,)}
     parts, state = sequence_of(shapes, 9, rng), rng.normal(size=(6, 7, 37)).astype(np.float32)
-    q, k, v, decays, strengths = map(jnp.asarray, parts)
-    one = gated_delta_rule(q, k, v, jnp.log(decays), strengths)
+    q, k, v, factors, strengths = map(jnp.asarray, parts)
+    one = gated_delta_rule(q, k, v, jnp.log(factors), strengths)
     slots_s = jnp.ones(1, jnp.int32)
     rows = RecurrentRows.of(jnp.asarray([0, 9]), slots_s < 0, slots_s, slots_s, 9, KERNELS[name])
     carry = StatefulPool((), (jnp.asarray(np.stack((state, state))[None]),))
     o, carry = recur(one, carry, rows, jnp.int32(0), (state.shape, jnp.float32), 0)
-    expected, expected_state = delta_rule(q, k, v, decays, strengths, state)
+    expected, expected_state = delta_rule(q, k, v, factors, strengths, state)
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(carry.states[0][0, 1], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
     np.testing.assert_array_equal(carry.states[0][0, 0], state)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("channels", marks=pytest.mark.long)])
 def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply, rule: str) -> None:
     """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""
     rng = np.random.default_rng(2)
@@ -246,6 +249,19 @@ def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply,
     state = rng.normal(size=(1, *STATE)).astype(np.float32)
     o, after = step(rule, parts, state, [0, BLOCK_LEN], BLOCK_LEN, KERNELS["blocks"])
     expected, expected_state = reference(*parts, state[0])
+    np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+
+
+@pytest.mark.long
+def test_blocks_equal_the_recurrence_if_channels_decay_between_nothing_and_all(step: Apply) -> None:
+    """Logarithms from 0 to -80 in turn: products of whole blocks leave the range of float32 in both directions."""
+    rng = np.random.default_rng(8)
+    parts = sequence_of(CHANNELS_SHAPES, 2 * BLOCK_LEN + 9, rng)
+    parts[3] = np.exp(-np.minimum(np.exp(rng.normal(0, 4, parts[3].shape)), 80)).astype(np.float32)
+    state = rng.normal(size=(1, *STATE)).astype(np.float32)
+    o, after = step("channels", parts, state, [0, len(parts[0])], 160, KERNELS["blocks"])
+    expected, expected_state = delta_rule(*parts, state[0])
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
 

@@ -273,6 +273,8 @@ class Geometry:
             multiple of block_size; 0 without checkpoints.
         num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
+        embed_width: width of input embeddings that a step takes in place of tokens (E); 0 if it takes none.
+        embed_max: largest absolute value of these.
     """
 
     num_blocks: int
@@ -296,6 +298,8 @@ class Geometry:
     state_checkpoint_interval: int = 0
     num_draft_states: int = 0
     is_encoder: bool = False
+    embed_width: int = 0
+    embed_max: float = 0.0
 
     @property
     def num_state_checkpoints(self) -> int:
@@ -719,6 +723,8 @@ class StepInputs:
             those that a row may sample. None for other dispatches.
         poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
         pair_starts_s: position of the first token of each row's second text; the row's length without one.
+        is_embed_t: the input is a row of embeds_te, not a token; None if the geometry takes no embeddings.
+        embeds_te: float32, a separate argument of the program; None if no input is an embedding.
     """
 
     token_ids_t: I32
@@ -744,6 +750,8 @@ class StepInputs:
     draft_slots_sk: I32 | None = None
     poolings_s: I32 | None = None
     pair_starts_s: I32 | None = None
+    is_embed_t: Bool | None = None
+    embeds_te: F32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.

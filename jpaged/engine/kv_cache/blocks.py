@@ -65,16 +65,27 @@ _MAX_RUN_BLOCKS, _RUN_TOKENS, _NUM_RUNS = 64, 1024, 2048
 """Maximum size of a run of blocks, and the number of runs whose hashes are kept: 17 MB at most."""
 
 
-def block_keys(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+def block_keys(
+    parent: BlockHash, token_ids: Sequence[int], block_size: int, digests: Sequence[bytes] = ()
+) -> list[BlockHash]:
     """Return the hashes of all full blocks of some tokens that follow `parent`.
 
     Hashes of runs of blocks are kept, because each turn of a conversation begins with the tokens of the last one: 1900
     blocks then take 0.5 ms instead of 2.5.
+
+    Args:
+        digests: of what else than tokens the first blocks have; empty for tokens only.
     """
     tokens = array("i", token_ids).tobytes()
     block_bytes = 4 * block_size
     run_bytes = block_bytes * max(1, min(_MAX_RUN_BLOCKS, _RUN_TOKENS // block_size))
     keys: list[BlockHash] = []
+    if any(digests):
+        for index, digest in enumerate(digests[: len(token_ids) // block_size]):
+            block = tokens[index * block_bytes : (index + 1) * block_bytes]
+            parent = hashlib.sha256(b"".join((parent, block, digest))).digest()
+            keys.append(parent)
+        return keys + block_keys(parent, token_ids[len(keys) * block_size :], block_size)
     for begin in range(0, len(tokens), run_bytes):
         run, last = tokens[begin : begin + run_bytes], keys[-1] if keys else parent
         keys += (_run_keys if len(run) == run_bytes else _run_keys.__wrapped__)(last, run, block_bytes)
@@ -184,17 +195,25 @@ class SequenceBlocks:
         draft_slots: slots for the state after each draft token of the step in flight.
         stops: numbers of leading blocks after which a prefill chunk ends, because other prompts continue differently.
         replaced_key: hash of the checkpoint that the next one of this sequence replaces; None if there is none.
+        digests: digests of what else than tokens the first blocks have (input embeddings); empty for tokens only.
     """
 
     __slots__ = (
+        "digests",
         *("_keys", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables"),
         *("draft_slots", "replaced_key", "state_slot", "state_source", "stops"),
     )
 
     def __init__(
-        self, max_blocks: int, root: BlockHash | None, num_kv_groups: int = 1, owner: PrefixOwner | None = None
+        self,
+        max_blocks: int,
+        root: BlockHash | None,
+        num_kv_groups: int = 1,
+        owner: PrefixOwner | None = None,
+        digests: tuple[bytes, ...] = (),
     ) -> None:
         self.owner = owner
+        self.digests = digests
         self.ids_gm: NDArray[np.int32] = np.full((num_kv_groups, max_blocks), NULL_BLOCK, np.int32)
         self.tables = tuple(BlockTable(max_blocks, ids_m) for ids_m in self.ids_gm)
         self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
@@ -210,7 +229,7 @@ class SequenceBlocks:
     def new_like(self) -> SequenceBlocks:
         """Return an empty handle for a sequence with the same tokens."""
         num_kv_groups, max_blocks = self.ids_gm.shape
-        made = SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner)
+        made = SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner, self.digests)
         made.rank = self.rank
         return made
 
@@ -232,8 +251,13 @@ class SequenceBlocks:
         keys, num_known = self._keys, len(self._keys)
         if num_known < num_blocks and self.root is not None:
             new = token_ids[num_known * block_size : num_blocks * block_size]
-            keys += block_keys(keys[-1] if keys else self.root, new, block_size)
+            digests = self.digests[num_known:num_blocks]
+            keys += block_keys(keys[-1] if keys else self.root, new, block_size, digests)
         return keys
+
+    def is_of_tokens(self, index: int) -> bool:
+        """Return True if only tokens distinguish the block at `index` from others after the same parent."""
+        return index >= len(self.digests) or not self.digests[index]
 
     def parent(self, index: int) -> BlockHash:
         """Return the parent hash of the block at `index`; the hashes before it must have been computed."""

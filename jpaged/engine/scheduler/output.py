@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
+    F32,
     I32,
+    Bool,
     Detail,
     Geometry,
     SamplingInputs,
@@ -416,6 +418,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
     state_sources_s, state_slots_s, is_draft_s = _state_slots(schedule, max_rows)
     poolings_s, pair_starts_s = _poolings(schedule, max_rows) if geometry.is_encoder else (None, None)
+    is_embed_t = np.zeros(num_padded, np.bool_) if geometry.embed_width else None
     return StepInputs(
         token_ids_t=_padded(_known_tokens(schedule), num_padded),
         is_prev_sampled_t=prev_rows_t != _KNOWN,
@@ -440,6 +443,8 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         draft_slots_sk=_draft_slots(schedule, geometry),
         poolings_s=poolings_s,
         pair_starts_s=pair_starts_s,
+        is_embed_t=is_embed_t,
+        embeds_te=None if is_embed_t is None else _fill_embeds(schedule, ends - lens, is_embed_t, geometry.embed_width),
     )
 
 
@@ -620,6 +625,28 @@ def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     if schedule.order:
         poolings, starts = ([column[row] for row in schedule.order] for column in (poolings, starts))
     return _padded(poolings, max_rows), _padded(starts, max_rows)
+
+
+def _fill_embeds(schedule: SchedulerOutput, starts: I32, is_embed_t: Bool, width: int) -> F32 | None:
+    """Return the input embeddings of a step, and mark their tokens; None if there are none.
+
+    Args:
+        starts: packed index of the first token of each row, in device order.
+    """
+    if all(row.group.request.embeds is None for row in schedule.rows):
+        return None
+    embeds_te, num_decodes = np.zeros((len(is_embed_t), width), np.float32), len(schedule.decodes)
+    for new, row_index in enumerate(schedule.order or range(schedule.num_rows)):
+        if row_index < num_decodes:
+            continue
+        row = schedule.rows[row_index - num_decodes]
+        if (embeds := row.group.request.embeds) is None:
+            continue
+        for position, values_te in embeds.iter_rows(row.start, row.start + row.num_tokens):
+            begin = starts.item(new) + position - row.start
+            is_embed_t[begin : begin + len(values_te)] = True
+            embeds_te[begin : begin + len(values_te)] = values_te
+    return embeds_te if is_embed_t.any() else None
 
 
 def _runs(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:

@@ -65,7 +65,9 @@ const char* contradiction(const Operands& o, const Floats32& out, const Floats32
   if (states[2] != x[1] || states[3] != q[2] || states[4] != x[2]) return "values and states differ";
   if (!are_equal(after.dimensions(), states)) return "the result has another shape than the states";
   const int64_t num_numbers = x[0] * x[1];
-  if (static_cast<int64_t>(o.decays.element_count()) != num_numbers) return "decays are not of each token and head";
+  const int64_t num_decays = static_cast<int64_t>(o.decays.element_count());
+  const bool is_wide = o.decays.dimensions().size() == 3;
+  if (num_decays != num_numbers * (is_wide ? q[2] : 1)) return "decays are not of each token and head, or channel";
   const int64_t num_strengths = static_cast<int64_t>(o.strengths.element_count());
   if (num_strengths != 0 && num_strengths != num_numbers) return "strengths are not of each token and head";
   const size_t num_rows = o.slots.element_count();
@@ -110,7 +112,8 @@ ffi::Error recur(ffi::ThreadPool pool, Floats32 q, Floats32 k, Floats32 x, Float
   float* const of_layer = memory + layer.typed_data()[0] * num_slots * num_heads * depth * width;
   const Core& core = choose_core(attributes.max_width);
   const std::vector<Row> rows = rows_in_use(o, num_tokens, num_slots);
-  const bool is_delta = strengths.element_count() != 0;
+  const Rule rule{strengths.element_count() != 0, decays.dimensions().size() == 3};
+  const int64_t num_decays = rule.is_wide ? depth : 1;  // of a token and head
   const int64_t num_copies = std::count_if(rows.begin(), rows.end(), [](const Row& row) { return row.copies; });
   const int64_t columns = kVectors * core.width, num_strips = (width + columns - 1) / columns;
   double work = 0;
@@ -137,9 +140,10 @@ ffi::Error recur(ffi::ThreadPool pool, Floats32 q, Floats32 k, Floats32 x, Float
       strip.depth = depth, strip.num_columns = count, strip.num_tokens = row.end - row.begin;
       strip.q = q.typed_data() + key, strip.k = k.typed_data() + key, strip.key_stride = num_key_heads * depth;
       strip.x = x.typed_data() + one * width + column, strip.o = out->typed_data() + one * width + column;
-      strip.value_stride = num_heads * width, strip.head_stride = num_heads;
-      strip.decays = decays.typed_data() + one, strip.strengths = is_delta ? strengths.typed_data() + one : nullptr;
-      core.run(strip, scratch, is_delta);
+      strip.value_stride = num_heads * width;
+      strip.decays = decays.typed_data() + one * num_decays, strip.decay_stride = num_heads * num_decays;
+      strip.strengths = rule.is_delta ? strengths.typed_data() + one : nullptr, strip.strength_stride = num_heads;
+      core.run(strip, scratch, rule);
       if (row.copies) copy += depth * columns;
     }
   });
