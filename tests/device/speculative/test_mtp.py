@@ -257,6 +257,7 @@ def test_all_experts_of_a_layer_may_be_in_one_tensor(tmp_path: Path) -> None:
     for name, stored in (("each", tensors), ("fused", fused)):
         folder = write(tmp_path / name, case.case.config, stored)
         found.append(load_params(Model(read_mtp(folder, model), np.dtype(np.float32)), folder, "loop"))
-    assert jax.tree.structure(found[0]) == jax.tree.structure(found[1])
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+    (paths, leaves), (others, other_leaves) = (zip(*jax.tree.leaves_with_path(params), strict=True) for params in found)
+    assert paths == others
+    for one, other in zip(leaves, other_leaves, strict=True):
         np.testing.assert_array_equal(one, other)
