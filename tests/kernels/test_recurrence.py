@@ -261,7 +261,7 @@ def test_blocks_equal_the_recurrence_if_channels_decay_between_nothing_and_all(s
     parts[3] = np.exp(-np.minimum(np.exp(rng.normal(0, 4, parts[3].shape)), 80)).astype(np.float32)
     state = rng.normal(size=(1, *STATE)).astype(np.float32)
     o, after = step("channels", parts, state, [0, len(parts[0])], 160, KERNELS["blocks"])
-    expected, expected_state = delta_rule(*parts, state[0])
+    expected, expected_state = delta_rule(*parts, state=state[0])
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
 
