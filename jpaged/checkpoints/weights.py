@@ -45,7 +45,7 @@ from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_p
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
-from jpaged.models.eagle import EagleConfig, mtp_config
+from jpaged.models.eagle import EagleConfig, mtp_config, stored_mtp
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
@@ -660,8 +660,8 @@ def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
         InvalidArgument: the checkpoint has no tensors of an MTP layer.
         Unsupported: the model's family has no MTP layers, or they are not supported.
     """
-    config = mtp_config(model)
     with open_tensors(folder) as tensors:
+        config = stored_mtp(mtp_config(model), tensors.names)
         leaves = model_leaves(config, tensors.names)
         wanted = next(name for leaf in leaves.outer if leaf.path[0] == "eh_proj" for name, _ in leaf.tensors)
         if wanted not in tensors.names:
