@@ -389,9 +389,7 @@ def test_configurations_have_vllms_names(open_model: Open) -> None:
     assert not config.cache_config.enable_prefix_caching
     assert config.parallel_config.tensor_parallel_size == 1
     assert open_model(AsyncLLM).vllm_config.cache_config.block_size == config.cache_config.block_size
-    with pytest.raises(
-        AttributeError, match=r"llm_engine\.model_executor does not exist in jpaged: .*LLMEngine"
-    ):
+    with pytest.raises(AttributeError, match=r"llm_engine\.model_executor does not exist in jpaged: .*LLMEngine"):
         _ = engine.model_executor
     assert not hasattr(model, "hf_config")
     assert llm.generate([IDS], GREEDY)[0].kv_transfer_params is None
