@@ -51,7 +51,7 @@ from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.data_parallel import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import Executor, Geometry, Progress
+from jpaged.engine.executor import BlockPort, Executor, Geometry, Progress
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.kv_cache.connector import import_connector
 from jpaged.engine.kv_cache.offload.connector_tier import open_stores
@@ -177,7 +177,17 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
+        block_port=_open_block_port(options, places[0]),
     )
+
+
+def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:
+    """Return the data port that the options select."""
+    if (port := options.cache.data_port) is None:
+        return None
+    from jpaged.device.block_port import JaxBlockPort
+
+    return JaxBlockPort(port, first_device(place.mesh))
 
 
 def _resolve(options: EngineConfig, name: str, executor: JaxExecutor, dtype: str, place: MeshPlacement) -> EngineConfig:

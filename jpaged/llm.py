@@ -34,6 +34,7 @@ from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
     AsynchronousModel,
+    EmbedsPrompt,
     EngineArgs,
     GivenAdapter,
     GivenInput,
@@ -111,6 +112,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "MakeBar",
@@ -217,8 +219,8 @@ class LLM(SynchronousModel):
         single prompt is raised, and so is a failure of the engine.
 
         Args:
-            prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two also with
-                `cache_salt`; one or a sequence.
+            prompts: text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": array}`, the
+                last three also with `cache_salt`; one or a sequence.
             sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` by default.
             use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
                 creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.

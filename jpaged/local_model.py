@@ -51,6 +51,7 @@ from jpaged.service.score_embed import (
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
+    EmbedsInput,
     FinishReason,
     LoadedAdapter,
     LoRARequest,
@@ -59,6 +60,7 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
+    to_host_array,
 )
 
 
@@ -66,6 +68,12 @@ class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(EmbedsInput):
+    """A prompt as input embeddings."""
+
     cache_salt: NotRequired[str]
 
 
@@ -93,13 +101,13 @@ ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
 """Defaults that differ from a server's: the caller is trusted."""
 _DEFAULTS = {"num_scheduler_steps": -1, **ONLINE_DEFAULTS}
 """Defaults of `LLM`, to which no requests arrive later."""
-GivenPrompt = str | TextPrompt | TokensPrompt | Sequence[int]
+GivenPrompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 GivenInput = GivenPrompt | ChatToPool
 GivenParams = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
-_NOT_PROMPTS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -759,7 +767,7 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
 
     Raises:
         InvalidArgument: it has several forms or none.
-        Unsupported: it is neither text nor token ids.
+        Unsupported: it is neither text nor token ids nor embeddings.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(Prompt(text=prompt))
@@ -768,12 +776,12 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     for name in _NOT_PROMPTS:
         if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text or token ids")
-    salt = fields.pop("cache_salt", None)
-    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
-    if unknown or len(fields) != 1:
-        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
-    return ParsedPrompt(Prompt(fields.get("prompt"), fields.get("prompt_token_ids")), salt)
+            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
+    if fields.keys() - set(forms) or len(fields) != 1:
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
+    text, token_ids, embeds = map(fields.get, forms)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else to_host_array(embeds)), salt)
 
 
 def parse_pooled(prompt: GivenInput) -> ParsedPrompt:

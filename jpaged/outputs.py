@@ -249,7 +249,7 @@ class Completions:
 
 def new_completions(sampling: SamplingParams) -> Completions:
     """Return an empty `Completions` for a request with these parameters."""
-    has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+    has_logprobs = sampling.returns_logprobs
     return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)
 
 
@@ -259,8 +259,11 @@ def decode_logprobs(position: PositionLogprobs, decode: Callable[[int], str]) ->
     def decoded(token: TokenLogprob) -> TokenLogprob:
         return dataclasses.replace(token, decoded_token=decode(token.token_id))
 
-    return PositionLogprobs(
-        decoded(position.chosen), tuple(map(decoded, position.top)), tuple(map(decoded, position.asked))
+    return dataclasses.replace(
+        position,
+        chosen=decoded(position.chosen),
+        top=tuple(map(decoded, position.top)),
+        asked=tuple(map(decoded, position.asked)),
     )
 
 
@@ -338,7 +341,7 @@ class RequestOutputStream:
     ) -> None:
         sampling = request.sampling
         self._request, self._decode, self._kind, self._lora_request = request, decode, kind, lora_request
-        self._has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+        self._has_logprobs = sampling.returns_logprobs
         self._prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )

@@ -208,6 +208,8 @@ class SamplingParams:
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
         logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 128.
+        sampling_logprobs: also return each token's log-probability in the distribution that it was sampled from, after
+            temperature and truncation, and the entropy of the model's distribution.
         prompt_logprobs: as logprobs, for the prompt's tokens.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
@@ -282,6 +284,11 @@ class SamplingParams:
     )
     logprob_token_ids: Sequence[int] = param(
         (), "token ids whose log-probabilities to report at each position: at most 32"
+    )
+    sampling_logprobs: bool = param(
+        False,
+        "also report each token's log-probability under the distribution that it was sampled from, after temperature "
+        "and truncation, and the entropy of the model's distribution",
     )
     prompt_logprobs: int | None = param(
         None, "log-probabilities of the prompt's tokens, with this many most likely tokens per position; see logprobs"
@@ -377,6 +384,7 @@ class SamplingParams:
         self._check_stops()
         self._check_sequences()
         self._check_sharing()
+        self._check_sampling_logprobs()
 
     @classmethod
     def from_request(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -528,6 +536,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
+        _require(not self.sampling_logprobs, "sampling_logprobs", True, "false with beam_width, which samples nothing")
         is_told = not self.needs_extra_logprobs
         name = "logprob_token_ids" if self.logprob_token_ids else "logprobs"
         _require(is_told, name, getattr(self, name), f"left out or at most {MAX_TOP_LOGPROBS} with beam_width")
@@ -540,6 +549,13 @@ class SamplingParams:
         require_whole_characters("cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
+
+    def _check_sampling_logprobs(self) -> None:
+        is_bool = isinstance(self.sampling_logprobs, bool)
+        _require(is_bool, "sampling_logprobs", self.sampling_logprobs, "true or false")
+        for name, unset in {**_NO_EDITS, "min_tokens": 0}.items() if self.sampling_logprobs else ():
+            value = getattr(self, name)
+            _require(value == unset, name, value, f"{unset} with sampling_logprobs")
 
     @property
     def has_logits_processors(self) -> bool:
@@ -554,7 +570,12 @@ class SamplingParams:
     @property
     def needs_extra_logprobs(self) -> bool:
         """True if its tokens need log-probabilities beyond those that a sample returns."""
-        return bool(self.logprob_token_ids) or self.wants_full_vocab(self.logprobs)
+        return bool(self.logprob_token_ids) or self.sampling_logprobs or self.wants_full_vocab(self.logprobs)
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """True if outputs have log-probabilities of the generated tokens."""
+        return self.logprobs is not None or bool(self.logprob_token_ids) or self.sampling_logprobs
 
     @staticmethod
     def wants_full_vocab(num_top: int | None) -> bool:
@@ -578,12 +599,7 @@ class SamplingParams:
     @property
     def needs_logprobs(self) -> bool:
         """True if log-probabilities are returned, or used for ranking; otherwise not even their sum is computed."""
-        return (
-            self.logprobs is not None
-            or bool(self.logprob_token_ids)
-            or self.num_samples > self.n
-            or bool(self.beam_width)
-        )
+        return self.returns_logprobs or self.num_samples > self.n or bool(self.beam_width)
 
     @property
     def is_greedy(self) -> bool:

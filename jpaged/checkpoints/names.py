@@ -38,12 +38,21 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
         for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
+    for part, other in family.other_names:
+        layers = [[_renamed(leaf, part, other, names) for leaf in layer] for layer in layers]
     outer = family.outer_leaves(config, prefix)
     if config.tie_word_embeddings and family.lm_head in names:
         ((embedding, shape),) = outer[0].tensors
         if embedding not in names:
             outer[0] = dataclasses.replace(outer[0], tensors=((family.lm_head, shape),))
     return ModelLeaves(outer, layers)
+
+
+def _renamed(leaf: Leaf, part: str, other: str, names: Collection[str]) -> Leaf:
+    """Return the leaf with a part of its tensors' names replaced, if the checkpoint has them under the other names."""
+    tensors = tuple((name.replace(part, other), shape) for name, shape in leaf.tensors)
+    is_stored = tensors != leaf.tensors and all(name in names for name, _ in tensors)
+    return dataclasses.replace(leaf, tensors=tensors) if is_stored else leaf
 
 
 def _prefix(family: AnyFamily, config: ModelConfig, names: Collection[str]) -> str:

@@ -143,7 +143,7 @@ class ReplicaRouter:
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
         weights = b"" if source is None else source.weights
         root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
-        return tuple(block_keys(root, token_ids[: num_blocks * size], size))
+        return tuple(block_keys(root, token_ids[: num_blocks * size], size, request.block_digests))
 
     def _cost(self, request: Request) -> int:
         sampling = request.sampling

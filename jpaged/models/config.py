@@ -229,6 +229,11 @@ class ModelConfig:
         return not all(kind.attention.is_causal for kind in self.layer_kinds)
 
     @property
+    def embed_width(self) -> int:
+        """Width of input embeddings that may replace tokens; 0 if layers need the tokens themselves."""
+        return self.hidden_size
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers of the KV pool; the layers of an encoder take turns in one.
 

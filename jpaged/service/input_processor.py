@@ -47,10 +47,13 @@ from jpaged.types import (
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     POOLINGS,
+    EmbeddedSpan,
+    GivenEmbeds,
     LoadedAdapter,
     Pooling,
     PriorOutput,
     Prompt,
+    PromptEmbeds,
     Request,
     ResumedSequence,
     SamplingParams,
@@ -214,7 +217,12 @@ class InputProcessor:
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
+        embeds: PromptEmbeds | None = None
+        if prompt.embeds is not None:
+            embeds = self._embeds(prompt.embeds, prompt, sampling)
+            token_ids = [0] * embeds.spans[-1].stop
+        else:
+            token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
@@ -225,6 +233,8 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+            if thinking is not None and sampling.sampling_logprobs:
+                raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
         outputs = sampling.structured_outputs
         if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
             sampling = dataclasses.replace(sampling, structured_outputs=None)
@@ -251,6 +261,7 @@ class InputProcessor:
             pair_start=prompt.pair_start,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
+            embeds=embeds,
         )
         if prompt.generated:
             return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
@@ -267,8 +278,9 @@ class InputProcessor:
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of {', '.join(map(repr, poolings))}")
         if prompt.pooling is None and not self._generates:
             raise Unsupported(f"this model {POOLING_ONLY}")
-        if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
-            raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
+        forms = (prompt.text, prompt.token_ids, prompt.messages, prompt.embeds)
+        if sum(form is not None for form in forms) != 1:
+            raise InvalidArgument("prompt", "give exactly one of text, token ids, chat messages and prompt_embeds")
         self._check_beams(sampling)
         self._check_stops(sampling)
         self._check_logprobs(sampling)
@@ -293,22 +305,40 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
-        """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
+    def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
+        """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""
+        from jpaged.service import prompt_embeds  # only if a request has some
+
+        if prompt.pooling is not None or _get_logprobs_start(prompt, sampling) is not None:
+            what = "a pooling" if prompt.pooling is not None else "prompt_logprobs"
+            raise InvalidArgument("prompt_embeds", f"is not compatible with {what}: its positions have no tokens")
+        values_te = prompt_embeds.read_embeds(given, self._geometry)
+        kept, max_tokens = self._kept_part(prompt, sampling)
+        values_te = values_te[kept]
+        self._check_length(len(values_te), sampling, max_tokens)
+        prompt_embeds.check_finite(values_te, self._geometry)
+        return prompt_embeds.with_digests((EmbeddedSpan(0, values_te),), len(values_te), self._geometry.block_size)
+
+    def _kept_part(self, prompt: Prompt, sampling: SamplingParams) -> tuple[slice, int]:
+        """Return the part of a prompt that truncation keeps, and the tokens for which it must leave room."""
         num_kept, max_tokens = sampling.truncate_prompt_tokens, sampling.max_num_tokens
         if prompt.is_only_told or prompt.pooling is not None:
             max_tokens = 0
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
-        kept = slice(None) if num_kept is None else slice(-num_kept, None)
-        if num_kept is not None and prompt.truncation_side == "right":
-            kept = slice(num_kept)
+        if num_kept is None:
+            return slice(None), max_tokens
+        return (slice(num_kept) if prompt.truncation_side == "right" else slice(-num_kept, None)), max_tokens
+
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
+        """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
+        kept, max_tokens = self._kept_part(prompt, sampling)
         if prompt.token_ids is not None:
             given = prompt.token_ids[kept]
             self._check_length(len(given), sampling, max_tokens, fills_length=prompt.fills_length)
             return self._checked_ids("prompt.token_ids", given)
         max_bytes = self._max_prompt_bytes(max_tokens)
-        if num_kept is not None:
+        if kept != slice(None):
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
             owner = cache_tenant, sampling.cache_salt
