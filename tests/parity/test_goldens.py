@@ -53,7 +53,10 @@ def read_model(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.long] * (name not in QUICK)) for name, case in cases.MODELS.items()],
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name not in QUICK))
+        for name, case in cases.MODELS.items()
+    ],
 )
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)
