@@ -111,7 +111,7 @@ def test_an_offer_that_is_not_pulled_is_freed_and_a_late_pull_fails(ports: tuple
     offering.withdraw(offer.uuid)
     settle(offering)
     assert offering.num_bytes_offered == 0
-    with pytest.raises(Unavailable, match="the pull from .* failed"):
+    with pytest.raises(Unavailable, match=r"the pull from .* failed"):
         pulled(pulling.pull(offer, place))
     rows, _ = pulled(pulling.pull(offered(offering, contents), place))  # on a new connection
     assert len(rows) == 8

@@ -44,9 +44,7 @@ class Life:
         texts: what was or will be computed with the prefix cache, by salt, tenant and adapter.
     """
 
-    def __init__(
-        self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, has_embeds=False, **options
-    ):
+    def __init__(self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, has_embeds=False, **options):
         self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)

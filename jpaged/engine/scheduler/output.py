@@ -440,7 +440,9 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         state_sources_s=state_sources_s,
         state_slots_s=state_slots_s,
         is_draft_s=is_draft_s != 0,
-        draft_slots_sk=_draft_slots(schedule, geometry) if geometry.state_bytes and schedule.decodes.num_rounds else None,
+        draft_slots_sk=_draft_slots(schedule, geometry)
+        if geometry.state_bytes and schedule.decodes.num_rounds
+        else None,
         poolings_s=poolings_s,
         pair_starts_s=pair_starts_s,
         is_embed_t=is_embed_t,
