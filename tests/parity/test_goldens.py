@@ -39,7 +39,7 @@ def test_every_case_has_a_golden_file_and_every_file_a_case() -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-QUICK = ("gemma3", "gemma4_text")
+QUICK_MODELS = ("gemma3", "gemma4_text")
 """Windows, and keys that layers share."""
 
 
@@ -54,7 +54,7 @@ def read_model(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.long] * (name not in QUICK))
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name not in QUICK_MODELS))
         for name, case in cases.MODELS.items()
     ],
 )
