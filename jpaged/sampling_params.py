@@ -725,3 +725,60 @@ def check_pooling(params: PoolingParams) -> PoolingParams:
     if not isinstance(params, PoolingParams):
         raise InvalidArgument("pooling_params", f"{params!r} is not of type PoolingParams")
     return replace(params)
+
+
+PROMPT_TOKENIZATION: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True, False),
+    "truncation_side": ("left", "right"),
+}
+"""Keywords of tokenization that are fields of a prompt, and their values."""
+
+
+def get_pooling(
+    given: PoolingParams | None,
+    truncate_prompt_tokens: int | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+) -> PoolingParams:
+    """Return a checked copy of pooling parameters, with the truncation that other arguments of a call set.
+
+    Raises:
+        InvalidArgument: a value is invalid, or two of them differ.
+        Unsupported: a keyword is not supported.
+    """
+    params = check_pooling(PoolingParams() if given is None else given)
+    asked = {params.truncate_prompt_tokens, truncate_prompt_tokens}
+    asked.add(get_sampling_changes(tokenization_kwargs).get("truncate_prompt_tokens"))
+    asked -= {None}
+    if len(asked) > 1:
+        raise InvalidArgument("truncate_prompt_tokens", f"is given as {' and '.join(map(str, asked))}: give only one")
+    return replace(params, truncate_prompt_tokens=asked.pop()) if asked else params
+
+
+def get_sampling_changes(
+    tokenization_kwargs: Mapping[str, Any] | None, cache_salt: str | None = None, priority: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of the sampling parameters that other arguments of a call set.
+
+    Raises:
+        Unsupported: a keyword is not supported.
+    """
+    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name not in PROMPT_TOKENIZATION}
+    for name in changes:
+        if name != "truncate_prompt_tokens":
+            known = ", ".join((*PROMPT_TOKENIZATION, "truncate_prompt_tokens"))
+            raise Unsupported(f"tokenization_kwargs.{name}: is not supported, only {known}")
+    if cache_salt is not None:
+        changes["cache_salt"] = cache_salt
+    if priority is not None:
+        changes["priority"] = priority
+    return changes
+
+
+def change_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters with other values.
+
+    Raises:
+        InvalidArgument: one is out of range; named without `sampling.`.
+    """
+    with python_names():
+        return replace(sampling, **changes)

@@ -332,7 +332,7 @@ class SequenceGroup:
         owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
         for i in range(num_sequences):
-            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner), continued.get(i)
+            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner, request.block_digests), continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
             if behind is not None:

@@ -54,11 +54,12 @@ POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling", "model", "return_prompt_token_ids", "whole", "adapter", "generated_token_ids")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "prompt_embeds", "sampling", "model", "return_prompt_token_ids", "whole", "adapter", "generated_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -69,13 +70,14 @@ class GenerateRequest(_message.Message):
     text: str
     token_ids: TokenIds
     chat: ChatPrompt
+    prompt_embeds: PromptEmbeds
     sampling: SamplingParams
     model: str
     return_prompt_token_ids: bool
     whole: bool
     adapter: str
     generated_token_ids: _containers.RepeatedCompositeFieldContainer[GeneratedTokens]
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., return_prompt_token_ids: _Optional[bool] = ..., whole: _Optional[bool] = ..., adapter: _Optional[str] = ..., generated_token_ids: _Optional[_Iterable[_Union[GeneratedTokens, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., return_prompt_token_ids: _Optional[bool] = ..., whole: _Optional[bool] = ..., adapter: _Optional[str] = ..., generated_token_ids: _Optional[_Iterable[_Union[GeneratedTokens, _Mapping]]] = ...) -> None: ...
 
 class GenerateMultiplexedRequest(_message.Message):
     __slots__ = ("starts", "cancels")
@@ -152,6 +154,18 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PromptEmbeds(_message.Message):
+    __slots__ = ("values", "dtype", "num_tokens", "torch_file")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TORCH_FILE_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    dtype: str
+    num_tokens: int
+    torch_file: bytes
+    def __init__(self, values: _Optional[bytes] = ..., dtype: _Optional[str] = ..., num_tokens: _Optional[int] = ..., torch_file: _Optional[bytes] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning", "add_generation_prompt", "continue_final_message", "documents", "chat_template")
