@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.rollouts import compare, make_trainer
 from jpaged import LLM, SamplingParams
 from jpaged.checkpoints.weights import LeafGroup, LeafReader
 from jpaged.device.executor import JaxExecutor
@@ -378,3 +379,45 @@ def test_every_token_of_many_requests_is_of_the_version_that_is_reported(
                 [SamplingParams(temperature=0.0, max_tokens=-context[-1], ignore_eos=True) for context in contexts],
             )
             assert [one.token_ids for one in singles] == [of_weights[context] for context in contexts]
+
+
+@pytest.mark.long
+def test_the_partial_rollout_of_the_page_continues_with_each_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model("llama_mha", tmp_path / "model", with_tokenizer=True)
+    tensors, other = load_file(folder / FILE), write_other(folder, tmp_path / "other")
+    page = (Path(__file__).parents[2] / "docs" / "weight_updates.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[2].split("```")[0]
+    code = (
+        code.replace('LLM("MODEL")', f'LLM("{folder}", num_blocks=37, max_num_seqs=8, max_num_batched_tokens=8)')
+        .replace('"Once upon a time"', '"7,8,9,"')
+        .replace("max_tokens=16", "max_tokens=4, ignore_eos=True")
+    )
+    wholes: list[tuple[int, ...]] = []
+    for is_other in (False, True):
+        trainer, names = ModuleType("my_trainer"), dict[str, Any]()
+        trainer.next_weights = lambda is_other=is_other: other if is_other else tensors  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "my_trainer", trainer)
+        with programs_on_demand():
+            exec(code, names)
+        assert names["versions"] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+        whole = SamplingParams(seed=7, max_tokens=12, ignore_eos=True)
+        wholes.append(generate(names["llm"], [[7, 8, 9]], whole)[0].token_ids)
+        later = generate(names["llm"], [[7, 8, 9, *names["tokens"][:4]]], whole)[0].token_ids
+        names["llm"].close()
+        assert tuple(names["tokens"][4:]) == later[:8]
+        assert (tuple(names["tokens"]) == wholes[-1]) != is_other
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.5)])
+def test_importance_weights_are_one(tmp_path: Path, dtype: str, most: float) -> None:
+    """Samples and prompts have the same bits; the gradient's forward differs by rounding, unless it is tied to them."""
+    folder = write_model("llama_gqa_bias", tmp_path / "model")
+    with open_llm(folder, **{**SIZES, "dtype": dtype, "max_num_batched_tokens": 16}) as llm:
+        found = compare(llm, make_trainer(folder, dtype), PROMPTS, 20)
+    assert found["num_tokens"] == 2 * 20 * len(PROMPTS)
+    assert (found["prompt_equal_share"], found["prompt_max_difference"]) == (1.0, 0.0)
+    assert [found[f"{of}_weight_{end}"] for of in ("prompt", "tied") for end in ("min", "max")] == [1.0] * 4
+    assert 0 < found["trainer_max_difference"] < most
