@@ -1,10 +1,11 @@
 """Whatever is written as JSON can be read as JSON."""
 
+import datetime
 import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged import json_text
@@ -104,3 +105,56 @@ def test_items_are_made_while_they_are_written():
 def test_half_of_a_character_and_large_integers_are_written():
     text = b"".join(json_text.pieces({"a": "\ud800", "b": 2**70, "c": "\u20ac"}))
     assert json.loads(text) == {"a": "?", "b": 2**70, "c": "\u20ac"}
+
+
+READABLE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda parts: st.lists(parts) | st.dictionaries(st.text(), parts),
+)
+
+
+@settings(max_examples=30)
+@given(READABLE)
+def test_what_is_read_is_what_pythons_reader_reads(value):
+    text = json.dumps(value)
+    for given_text in (text, text.encode(), json.dumps(value, ensure_ascii=False)):
+        read = json_text.loads(given_text)
+        assert read == json.loads(text)
+        assert repr(read) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "text", ['"\\ud800"', "[NaN]", "1e400", b"\xff\xfe1\x00", b"\xef\xbb\xbf1", "{", "[1,]", "\ufeff1", "1" * 5000]
+)
+def test_rare_texts_are_read_or_refused_as_by_pythons_reader(text):
+    def outcome(read):
+        try:
+            return repr(read(text))
+        except ValueError as error:
+            return str(error)
+
+    assert outcome(json_text.loads) == outcome(json.loads)
+
+
+def test_integers_over_64_bits_become_floats():
+    assert json_text.loads("[18446744073709551616, -9223372036854775809]") == [2.0**64, -(2.0**63)]
+
+
+def test_what_only_python_can_write_is_not_plain():
+    assert json_text.encode_plain({"a": [1, "é", None, (2.5,)]}) == '{"a":[1,"é",null,[2.5]]}'.encode()
+    for value in (2**64, "\ud800", {1: 2}, object(), datetime.datetime(2026, 1, 1)):
+        assert json_text.encode_plain({"a": [value]}) is None
+
+
+def nested(depth):
+    value: list[object] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_values_are_plain_up_to_a_depth_and_a_size_of_numbers():
+    for value in (nested(64), {"a": [1, -(2**63), 2**64 - 1, 1e19, True, None, "é\U0001f600"]}, {}, [[{}], [[]]]):
+        assert json_text.is_plain(value, 64)
+    for value in (nested(65), [2**64], [-(2**63) - 1], [math.nan], [-math.inf], {"\ud800": 1}, [["\udfff"]], [(1,)]):
+        assert not json_text.is_plain(value, 64)

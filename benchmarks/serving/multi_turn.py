@@ -25,17 +25,17 @@ count: right where it is pinned to one core.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import numpy as np
 
 from benchmarks.record import machine, save
 from jpaged import json_text
@@ -68,8 +68,13 @@ _CHAT_ML = {"user": "<|im_start|>user\n", "assistant": "<|im_start|>assistant\n"
 
 def cpu_s() -> float:
     """Return the processor time of this thread and of the process that renders chat templates."""
-    child = Path(f"/proc/{template_process()._child.process.pid}/schedstat").read_text()
+    child = os.pread(_child_times(template_process()._child.process.pid), 100, 0)
     return time.thread_time() + int(child.split()[0]) / 1e9
+
+
+@functools.cache
+def _child_times(pid: int) -> int:
+    return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
 
 
 @dataclass(slots=True)
@@ -103,12 +108,11 @@ class TimedTokenizer(HuggingFaceTokenizer):
         return ids
 
 
-def each_block(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return what `block_keys` does, without hashes of earlier turns."""
+def each_block(parent: BlockHash, tokens: bytes, block_size: int) -> list[BlockHash]:
+    """Return what `hash_blocks` does, without hashes of earlier turns."""
     keys = []
-    for begin in range(0, len(token_ids) - block_size + 1, block_size):
-        tokens = np.asarray(token_ids[begin : begin + block_size], np.int32)
-        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+    for begin in range(0, len(tokens) - 4 * block_size + 1, 4 * block_size):
+        parent = hashlib.sha256(parent + tokens[begin : begin + 4 * block_size]).digest()
         keys.append(parent)
     return keys
 
@@ -155,7 +159,7 @@ class Host:
             )
         clock.seconds["request"] -= clock.seconds["render"] + clock.seconds["tokenize"]
         group = SequenceGroup(request, self._number, 0.0, lambda event: None, self._geometry.max_blocks_per_seq)
-        hashes = mock.patch("jpaged.engine.kv_cache.blocks.block_keys", each_block)
+        hashes = mock.patch("jpaged.engine.kv_cache.blocks.hash_blocks", each_block)
         if not self._keeps:
             hashes.start()
         with clock.time("admit"):

@@ -16,12 +16,12 @@ and EmbeddingRequest, SGLang's protocol.py and its router, llama.cpp's server an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
+from jpaged import json_text
+from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
@@ -48,7 +48,7 @@ _UNLIMITED = -1
 """The thinking token budget that vLLM reads as none."""
 
 
-def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def messages_in(body: Mapping[str, Any]) -> ChatMessages:
     """Return the conversation of a body, whose contents are strings or lists of text parts.
 
     Raises:
@@ -58,7 +58,7 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", "must be a list with at least one message")
     ignore = body.ignore if isinstance(body, LenientBody) else None
-    return tuple(read_message(f"messages[{i}]", message, ignore) for i, message in enumerate(messages))
+    return ChatMessages(read_message(f"messages[{i}]", message, ignore) for i, message in enumerate(messages))
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
@@ -556,7 +556,7 @@ def loaded(where: str, text: str | bytes) -> dict[str, Any]:
         InvalidArgument: it holds none; names `where`.
     """
     try:
-        value = json.loads(text)
+        value = json_text.loads(text)
     except RecursionError as error:
         raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}") from error
     except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
@@ -573,6 +573,8 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
         where: what errors call the whole.
         prefix: prefix of field names in errors.
     """
+    if json_text.is_plain(value, MAX_DEPTH):
+        return
     for name in value:
         _check_text(where, name)
     waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}"[:_MAX_PATH], item, 1) for name, item in value.items()]
@@ -590,7 +592,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
         elif isinstance(item, str):
             if not path.endswith(_REPLACED) and not path.startswith(_INPUTS):
                 _check_text(path, item)
-        elif isinstance(item, int | float) and not abs(item) < 2**64:
+        elif isinstance(item, int | float) and not json_text.MIN_NUMBER <= item < json_text.NUMBER_LIMIT:
             raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
 
 
