@@ -16,6 +16,7 @@ and EmbeddingRequest, SGLang's protocol.py and its router, llama.cpp's server an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -549,14 +550,20 @@ class Job:
         return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
 
 
+class PlainBody(dict[str, Any]):
+    """A JSON object without anything that `check_values` refuses, as its reader has found."""
+
+
 def loaded(where: str, text: str | bytes) -> dict[str, Any]:
     """Read the JSON object that a text holds.
 
     Raises:
         InvalidArgument: it holds none; names `where`.
     """
+    if (plain := json_text.loads_plain(text, MAX_DEPTH)) is not None:
+        return PlainBody(plain)
     try:
-        value = json_text.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}") from error
     except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
@@ -573,7 +580,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
         where: what errors call the whole.
         prefix: prefix of field names in errors.
     """
-    if json_text.is_plain(value, MAX_DEPTH):
+    if isinstance(value, PlainBody):
         return
     for name in value:
         _check_text(where, name)
@@ -592,7 +599,7 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
         elif isinstance(item, str):
             if not path.endswith(_REPLACED) and not path.startswith(_INPUTS):
                 _check_text(path, item)
-        elif isinstance(item, int | float) and not json_text.MIN_NUMBER <= item < json_text.NUMBER_LIMIT:
+        elif isinstance(item, int | float) and not abs(item) < 2**64:
             raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
 
 
