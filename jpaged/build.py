@@ -51,7 +51,7 @@ from jpaged.device.multihost.handshake import Follower, Leader
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.data_parallel import DataParallelEngine, shares
 from jpaged.engine.engine import Engine
-from jpaged.engine.executor import Executor, Geometry, Progress
+from jpaged.engine.executor import BlockPort, Executor, Geometry, Progress
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.kv_cache.connector import import_connector
 from jpaged.engine.kv_cache.offload.connector_tier import open_stores
@@ -177,7 +177,17 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         hidden_size=source.config.hidden_size,
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
+        block_port=_open_block_port(options, places[0]),
     )
+
+
+def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:
+    """Return the data port that the options select."""
+    if (port := options.cache.data_port) is None:
+        return None
+    from jpaged.device.block_port import JaxBlockPort
+
+    return JaxBlockPort(port, first_device(place.mesh))
 
 
 def _resolve(options: EngineConfig, name: str, executor: JaxExecutor, dtype: str, place: MeshPlacement) -> EngineConfig:
@@ -618,7 +628,7 @@ def _weight_reader(
         found = quantized_here(read_config(folder, given.overrides), given.quantization)
         for field in fields(found):
             mine, other = getattr(source.config, field.name, None), getattr(found, field.name)
-            if field.name != "eos_token_ids" and mine != other:
+            if field.name not in ("eos_token_ids", "widened_method") and mine != other:
                 problem = f"{folder} has {field.name} {str(other)[:80]}; the model that is served has {str(mine)[:80]}"
                 raise InvalidArgument("weights", problem)
 

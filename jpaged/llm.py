@@ -18,14 +18,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
 from types import NoneType
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 from jpaged.chat import ChatKwargs, build_chat_options
 from jpaged.engine.core import PauseMode
@@ -36,33 +34,36 @@ from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
     AsynchronousModel,
+    EmbedsPrompt,
     EngineArgs,
     GivenAdapter,
+    GivenInput,
     GivenLora,
     GivenParams,
     GivenPrompt,
     GivenRequest,
-    MakeBar,
     Messages,
     PreparedRequest,
-    ProgressBar,
     SubmittedCall,
     SynchronousModel,
     TextPrompt,
     TokensPrompt,
     apply_changes,
-    change_sampling,
-    get_sampling_changes,
+    change_prompt,
     list_prompts,
     one_each,
     parse_prompt,
 )
 from jpaged.outputs import (
+    AsyncOutputStream,
     BeamSearchOutput,
     BeamSearchSequence,
     ClassificationOutput,
+    EventDelivery,
+    MakeBar,
     PoolingOutput,
     PoolingRequestOutput,
+    ProgressBar,
     RequestOutputStream,
     ScoringOutput,
     decode_output,
@@ -73,8 +74,11 @@ from jpaged.sampling_params import (
     BeamSearchParams,
     PoolingParams,
     RequestOutputKind,
+    change_sampling,
     check_pooling,
     check_pooling_task,
+    get_pooling,
+    get_sampling_changes,
     python_names,
     with_python_name,
 )
@@ -108,6 +112,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "MakeBar",
@@ -137,6 +142,47 @@ class ChatCallKwargs(ChatKwargs, total=False):
     chat_template_content_format: str
     tokenization_kwargs: Mapping[str, Any] | None
     conversations: Messages | Sequence[Messages]
+
+
+class ScoreKwargs(TypedDict, total=False):
+    """Further options of `LLM.score`.
+
+    Attributes:
+        adapter: as in `LLM.generate`.
+        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
+        tokenization_kwargs: as in `LLM.generate`; a cross-encoder has only `truncate_prompt_tokens`.
+        chat_template: template by which a cross-encoder joins the texts, as messages of the roles "query" and
+            "document"; None: the tokenizer joins them. Without an effect on embeddings, as in vLLM.
+        continuations: former argument; calls `score_continuations`.
+    """
+
+    adapter: str | None
+    truncate_prompt_tokens: int | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    chat_template: str | None
+    continuations: Any
+
+
+class EmbedKwargs(TypedDict, total=False):
+    """Further options of `LLM.embed`.
+
+    Attributes:
+        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
+        tokenization_kwargs: as in `LLM.generate`.
+        pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max", "weightedmean"
+            and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last token's hidden
+            state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
+        normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
+        adapter: name of a loaded adapter for all; None for the base model.
+        prompt_name: the model's prompt to put before texts; None for its default, if it has one.
+    """
+
+    truncate_prompt_tokens: int | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    pooling: Pooling | None
+    normalize: bool | None
+    adapter: str | None
+    prompt_name: str | None
 
 
 class LLM(SynchronousModel):
@@ -173,14 +219,14 @@ class LLM(SynchronousModel):
         single prompt is raised, and so is a failure of the engine.
 
         Args:
-            prompts: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two also with
-                `cache_salt`; one or a sequence.
+            prompts: text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": array}`, the
+                last three also with `cache_salt`; one or a sequence.
             sampling_params: one for all prompts, or one for each; `get_default_sampling_params()` by default.
             use_tqdm: progress bar. True shows one on stderr if that is a terminal; False shows none. A callable that
                 creates the bar, such as `functools.partial(tqdm, leave=False)`, is always used.
             lora_request: LoRA adapter for all prompts, or one for each, loaded on first use; None for the base model.
             priority: priority for all prompts, or one for each, under the policy `priority`; lower runs first.
-            tokenization_kwargs: `truncate_prompt_tokens` of the sampling parameters.
+            tokenization_kwargs: `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens`.
             adapter: name of a loaded LoRA adapter instead of a `lora_request`; one for all, or one for each.
 
         Raises:
@@ -284,8 +330,7 @@ class LLM(SynchronousModel):
         use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: GivenLora = None,
-        adapter: str | None = None,
-        continuations: Any = None,
+        **options: Unpack[ScoreKwargs],
     ) -> Any:
         """Return the similarity of texts, in `outputs.score`: the cosine of their embeddings, -1 to 1.
 
@@ -297,12 +342,14 @@ class LLM(SynchronousModel):
             use_tqdm: as in `generate`.
             pooling_params: as in `embed`, except that vectors always have length 1.
             lora_request: as in `generate`.
-            adapter: as in `generate`.
-            continuations: former argument; calls `score_continuations`.
+            options: see `ScoreKwargs`.
 
         Raises:
             InvalidArgument: a prompt is invalid, or the numbers of prompts differ; nothing was computed.
         """
+        _require_known("score", options, ScoreKwargs)
+        continuations, adapter = options.get("continuations"), options.get("adapter")
+        kept, tokenization = options.get("truncate_prompt_tokens"), options.get("tokenization_kwargs")
         if continuations is not None:
             what = "LLM.score(continuations=...) is now LLM.score_continuations"
             warnings.warn(what, DeprecationWarning, stacklevel=2)
@@ -315,11 +362,13 @@ class LLM(SynchronousModel):
                 "data_1", f"{len(left)} prompts are given for {len(right)} in data_2; must be 1 or equal"
             )
         if self._serving.pooler is not None and self._serving.pooler.labels:
-            given = check_pooling(pooling_params or PoolingParams())
+            given = get_pooling(pooling_params, kept, tokenization)
             pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
-            outputs = without_errors(self._run(self._pair_requests(pairs, given, lora_request, adapter), use_tqdm))
+            requests = self._pair_requests(pairs, given, lora_request, adapter, options.get("chat_template"))
+            outputs = without_errors(self._run(requests, use_tqdm))
             return [get_pair_output(self._serving, output, given) for output in outputs]
         how: dict[str, Any] = {"normalize": True, "lora_request": lora_request, "adapter": adapter}
+        how |= {"truncate_prompt_tokens": kept, "tokenization_kwargs": tokenization}
         params = pooling_params and dataclasses.replace(check_pooling(pooling_params), use_activation=True)
         vectors = self.embed([*left, *right], use_tqdm=use_tqdm, pooling_params=params, **how)
         firsts, seconds = vectors[: len(left)], vectors[len(left) :]
@@ -374,101 +423,105 @@ class LLM(SynchronousModel):
 
     def embed(
         self,
-        prompts: GivenPrompt | Sequence[GivenPrompt],
+        prompts: GivenInput | Sequence[GivenInput],
         *,
         use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: GivenLora = None,
-        pooling: Pooling | None = None,
-        normalize: bool | None = None,
-        adapter: str | None = None,
-        prompt_name: str | None = None,
+        **options: Unpack[EmbedKwargs],
     ) -> list[Embedding]:
         """Return one vector per prompt: the model's own, or its hidden states after the final norm, pooled.
 
         A vector is in `values`, and in `outputs.embedding` as in vLLM.
 
         Args:
-            prompts: as in `generate`.
+            prompts: as in `generate`, or a chat: `{"messages": [...]}`, also with `chat_template`,
+                `chat_template_kwargs`, `add_generation_prompt` (default: False) and `continue_final_message`.
             use_tqdm: as in `generate`.
             pooling_params: `PoolingParams()` scales each vector to length 1, as in vLLM.
             lora_request: as in `generate`.
-            pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max",
-                "weightedmean" and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last
-                token's hidden state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
-            normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
-            adapter: name of a loaded adapter for all; None for the base model.
-            prompt_name: the model's prompt to put before texts; None for its default, if it has one.
+            options: see `EmbedKwargs`.
 
         Raises:
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        given = PoolingParams() if pooling_params is None else check_pooling(pooling_params)
+        _require_known("embed", options, EmbedKwargs)
+        pooling, tokenization = options.get("pooling"), options.get("tokenization_kwargs")
+        given = get_pooling(pooling_params, options.get("truncate_prompt_tokens"), tokenization)
         if given.task not in (None, "embed"):
             raise Unsupported(f"pooling_params.task: {given.task!r} is not supported here: use encode")
         if pooling == "all":
             raise InvalidArgument("pooling", f"{pooling!r} is not supported here: use encode")
-        is_normalized = normalize if pooling_params is None else given.is_normalized(default=True)
-        options = VectorOptions(pooling, is_normalized, given.dimensions, prompt_name)
-        requests = self._pooling_requests(prompts, given, lora_request, adapter, options)
+        is_normalized = options.get("normalize") if pooling_params is None else given.is_normalized(default=True)
+        vector = VectorOptions(pooling, is_normalized, given.dimensions, options.get("prompt_name"))
+        requests = self._pooling_requests(prompts, given, lora_request, options.get("adapter"), vector, tokenization)
         outputs = without_errors(self._run(requests, use_tqdm))
-        vectors = [options.embedding(self._serving.pooler, output) for output in outputs]
+        vectors = [vector.embedding(self._serving.pooler, output) for output in outputs]
         return [
             dataclasses.replace(one, request_id=output.request_id) for one, output in zip(vectors, outputs, strict=True)
         ]
 
     def encode(
         self,
-        prompts: GivenPrompt | Sequence[GivenPrompt],
+        prompts: GivenInput | Sequence[GivenInput],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | MakeBar = True,
         lora_request: GivenLora = None,
         pooling_task: str | None = "embed",
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return one vector per prompt, as `embed`, or one for each of the prompt's tokens, in `outputs.data`.
 
         Args:
-            prompts: as in `generate`.
+            prompts: as in `embed`.
             pooling_params: as in `embed`.
             use_tqdm: as in `generate`.
             lora_request: as in `generate`.
             pooling_task: "embed", "token_embed" for an array `[T, E]` of the tokens' hidden states, or "classify" for
                 the probabilities of labels. `pooling_params` with a task take precedence.
+            truncate_prompt_tokens: as in `embed`.
+            tokenization_kwargs: as in `generate`.
 
         Raises:
             Unsupported: another task.
         """
         check_pooling_task("pooling_task", pooling_task or "embed")
-        params = check_pooling(pooling_params or PoolingParams())
+        params = get_pooling(pooling_params, truncate_prompt_tokens, tokenization_kwargs)
         task = params.task or pooling_task or "embed"
         options = VectorOptions.of_encode(params, task)
-        requests = self._pooling_requests(prompts, params, lora_request, None, options)
+        requests = self._pooling_requests(prompts, params, lora_request, None, options, tokenization_kwargs)
         outputs = without_errors(self._run(requests, use_tqdm))
         return [get_pooling_output(output, options, self._serving.pooler) for output in outputs]
 
     def classify(
         self,
-        prompts: GivenPrompt | Sequence[GivenPrompt],
+        prompts: GivenInput | Sequence[GivenInput],
         *,
         use_tqdm: bool | MakeBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: GivenLora = None,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return the probability of each label for each prompt, in `outputs.probs`.
 
         Args:
-            prompts: as in `generate`.
+            prompts: as in `embed`.
             use_tqdm: as in `generate`.
             pooling_params: with `use_activation` off, return logits.
             lora_request: as in `generate`.
+            truncate_prompt_tokens: as in `embed`.
+            tokenization_kwargs: as in `generate`.
 
         Raises:
             Unsupported: the model has no classification head.
             InvalidArgument: a prompt is invalid; nothing was computed.
         """
-        options, given = VectorOptions(require_classifier(self._serving).pooling), pooling_params or PoolingParams()
-        requests = self._pooling_requests(prompts, check_pooling(given), lora_request, None, options)
+        options = VectorOptions(require_classifier(self._serving).pooling)
+        given = get_pooling(pooling_params, truncate_prompt_tokens, tokenization_kwargs)
+        requests = self._pooling_requests(prompts, given, lora_request, None, options, tokenization_kwargs)
         outputs = without_errors(self._run(requests, use_tqdm))
         return [get_class_output(self._serving, output, given) for output in outputs]
 
@@ -542,65 +595,15 @@ class LLM(SynchronousModel):
         return outputs
 
 
-class _AsyncStream:
-    """A request of an event loop.
-
-    Attributes:
-        outputs: assembles its outputs.
-        ready: set when there is something to take.
-        ended: done after the last event, on any thread.
-        error: the error that ended the request.
-    """
-
-    def __init__(self, outputs: RequestOutputStream) -> None:
-        self.outputs = outputs
-        self.ready = asyncio.Event()
-        self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
-        self.error: Exception | None = None
-
-    def add(self, event: OutputEvent) -> None:
-        """Add an event, on the event loop."""
-        if self.error is None and event.error is not None:
-            self.error = with_python_name(event.error)
-        self.outputs.add(event)
-        self.ready.set()
+def _require_known(method: str, options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError if a method has no such option, as Python does for its arguments."""
+    for name in options.keys() - known.__annotations__.keys():
+        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
 
 
 def _require_id(request_id: str) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidArgument("request_id", f"{request_id!r} is not a text of at least one character")
-
-
-class _EventDelivery:
-    """Delivers events of the engine thread to streams of one event loop, with one wake-up for all pending events.
-
-    Attributes:
-        num_streams: open streams; written on the event loop.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.num_streams = 0
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._pending: list[tuple[_AsyncStream, OutputEvent]] = []
-
-    def put(self, stream: _AsyncStream, event: OutputEvent) -> None:
-        """Deliver an event soon; called on the engine thread."""
-        with self._lock:
-            self._pending.append((stream, event))
-            is_first = len(self._pending) == 1
-        if is_first:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its streams with it
-                self._loop.call_soon_threadsafe(self._deliver)
-        if event.is_last:
-            stream.ended.set_result(None)
-
-    def _deliver(self) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, []
-        for stream, event in pending:
-            stream.add(event)
 
 
 class AsyncLLM(AsynchronousModel):
@@ -619,8 +622,8 @@ class AsyncLLM(AsynchronousModel):
     def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
         super().__init__(model, progress=progress, **options)
         self._admission = Admission(self._serving.engine)
-        self._deliveries: dict[asyncio.AbstractEventLoop, _EventDelivery] = {}  # of loops that have open streams
-        self._running: dict[str, tuple[SubmittedCall, _AsyncStream]] = {}
+        self._deliveries: dict[asyncio.AbstractEventLoop, EventDelivery] = {}  # of loops that have open streams
+        self._running: dict[str, tuple[SubmittedCall, AsyncOutputStream]] = {}
 
     @property
     def errored(self) -> bool:
@@ -652,7 +655,7 @@ class AsyncLLM(AsynchronousModel):
             request_id: id for `abort`; no other running request may have it.
             lora_request: LoRA adapter, loaded on first use; None for the base model.
             priority: priority under the policy `priority`; lower runs first.
-            tokenization_kwargs: `truncate_prompt_tokens` of the sampling parameters.
+            tokenization_kwargs: as in `LLM.generate`.
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid.
@@ -661,7 +664,7 @@ class AsyncLLM(AsynchronousModel):
             Unavailable: the engine has stopped.
         """
         parsed = parse_prompt(prompt)
-        (given,) = self._params([parsed.prompt], sampling_params)
+        (given,) = self._params([change_prompt(parsed.prompt, tokenization_kwargs)], sampling_params)
         changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
         sampling = change_sampling(given.sampling, changes)
         async with contextlib.aclosing(self._stream(sampling, given.prompt, request_id, lora_request)) as stream:
@@ -768,9 +771,9 @@ class AsyncLLM(AsynchronousModel):
         if request_id in self._running:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")
         loop = asyncio.get_running_loop()
-        delivery = self._deliveries.setdefault(loop, _EventDelivery(loop))
+        delivery = self._deliveries.setdefault(loop, EventDelivery(loop))
         outputs = RequestOutputStream(prepared.request, self._decode_token, sampling.output_kind, lora_request)
-        stream = _AsyncStream(outputs)
+        stream = AsyncOutputStream(outputs)
         call = SubmittedCall([prepared.request], functools.partial(delivery.put, stream))
         self._running[request_id] = call, stream
         delivery.num_streams += 1
@@ -832,7 +835,7 @@ class LLMEngine(SynchronousModel):
         if request_id in self._streams:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")
         parsed = parse_prompt(prompt)
-        (given,) = self._params([parsed.prompt], params)
+        (given,) = self._params([change_prompt(parsed.prompt, tokenization_kwargs)], params)
         changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
         sampling = change_sampling(given.sampling, changes)
         kind = sampling.output_kind

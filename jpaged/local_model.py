@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from numbers import Integral
@@ -24,6 +22,7 @@ from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress
+from jpaged.chat import build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
@@ -31,7 +30,14 @@ from jpaged.engine.executor import Progress
 from jpaged.engine.sequence import OutputCallback
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
-from jpaged.sampling_params import PoolingParams, python_names, with_defaults
+from jpaged.sampling_params import (
+    PROMPT_TOKENIZATION,
+    PoolingParams,
+    change_sampling,
+    get_sampling_changes,
+    python_names,
+    with_defaults,
+)
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.loaded_model import EngineClient, LoadedModel
@@ -45,6 +51,7 @@ from jpaged.service.score_embed import (
 from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
+    EmbedsInput,
     FinishReason,
     LoadedAdapter,
     LoRARequest,
@@ -53,7 +60,7 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
-    Usage,
+    to_host_array,
 )
 
 
@@ -64,10 +71,27 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EmbedsPrompt(EmbedsInput):
+    """A prompt as input embeddings."""
+
+    cache_salt: NotRequired[str]
+
+
 class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
+
+
+class ChatToPool(TypedDict):
+    """A chat whose vector, or whose tokens' vectors, are returned."""
+
+    messages: Sequence[Mapping[str, Any]]
+    chat_template: NotRequired[str]
+    chat_template_kwargs: NotRequired[Mapping[str, Any]]
+    add_generation_prompt: NotRequired[bool]
+    continue_final_message: NotRequired[bool]
     cache_salt: NotRequired[str]
 
 
@@ -77,12 +101,13 @@ ONLINE_DEFAULTS: Mapping[str, Any] = {"trust_request_chat_template": True}
 """Defaults that differ from a server's: the caller is trusted."""
 _DEFAULTS = {"num_scheduler_steps": -1, **ONLINE_DEFAULTS}
 """Defaults of `LLM`, to which no requests arrive later."""
-GivenPrompt = str | TextPrompt | TokensPrompt | Sequence[int]
+GivenPrompt = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
+GivenInput = GivenPrompt | ChatToPool
 GivenParams = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
-_NOT_PROMPTS = ("prompt_embeds", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -97,54 +122,29 @@ class PreparedRequest(NamedTuple):
     lora_request: LoRARequest | None = None
 
 
-MakeBar = Callable[..., Any]
-"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
-
-
-class ProgressBar:
-    """A bar over requests, or none.
-
-    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
-
-    Args:
-        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
-        num_requests: total number of requests.
-    """
-
-    def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
-        self._bar: Any = None
-        self._start_s = time.perf_counter()
-        self._num_prompt_tokens = self._num_output_tokens = 0
-        if use_tqdm is False:
-            return
-        if use_tqdm is True:
-            from tqdm.auto import tqdm  # a notebook would draw a widget
-
-            use_tqdm = functools.partial(tqdm, disable=None)
-        self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
-
-    def note_done(self, usage: Usage) -> None:
-        """Count one more finished request, with its tokens."""
-        if self._bar is None:
-            return
-        self._num_prompt_tokens += usage.prompt_tokens
-        self._num_output_tokens += usage.completion_tokens
-        seconds = max(time.perf_counter() - self._start_s, 1e-9)
-        inputs, outputs = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
-        self._bar.postfix = f"input: {inputs:.1f} tok/s, output: {outputs:.1f} tok/s"
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
-
-
 class ParsedPrompt(NamedTuple):
     """A prompt, and its `cache_salt` if it has one."""
 
     prompt: Prompt
     cache_salt: str | None = None
+
+
+class ConfigView:
+    """Values of a loaded model by vLLM's names, for code that reads them.
+
+    Args:
+        name: path of the object, for errors.
+        advice: what to use for other attributes.
+    """
+
+    def __init__(self, name: str, advice: str, **values: Any) -> None:
+        self.__dict__.update(values, _name=name, _advice=advice)
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        known = ", ".join(sorted(name for name in vars(self) if not name.startswith("_")))
+        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")
 
 
 class GivenRequest(NamedTuple):
@@ -352,6 +352,64 @@ class LocalModel:
         """The resolved options."""
         return self._serving.config
 
+    @property
+    def llm_engine(self) -> ConfigView:
+        """The engine's tokenizer and configuration by vLLM's names; its loop runs on a thread."""
+        advice = f"use the methods of {type(self).__name__}, or LLMEngine to run each step"
+        configs = {"model_config": self.model_config, "vllm_config": self.vllm_config}
+        tokenizer = self.get_tokenizer()
+        name, get = "llm_engine", self.get_tokenizer
+        return ConfigView(name, advice, **configs, tokenizer=tokenizer, get_tokenizer=get, get_metrics=self.get_metrics)
+
+    @property
+    def model_config(self) -> ConfigView:
+        """The model's configuration by vLLM's names."""
+        model, options = self._serving.model, self.config.model
+        return ConfigView(
+            "model_config",
+            "`config` has the options of jpaged",
+            model=options.model,
+            served_model_name=model.name,
+            tokenizer=options.tokenizer or options.model,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,
+            seed=options.seed,
+            quantization=None if options.quantization == "auto" else options.quantization,
+            max_logprobs=model.max_logprobs,
+            is_multimodal_model=False,
+            is_encoder_decoder=False,
+            architecture=model.architecture,
+            get_vocab_size=lambda: model.vocab_size,
+            get_hidden_size=lambda: self._serving.hidden_size,
+            get_head_size=lambda: model.head_dim,
+        )
+
+    @property
+    def vllm_config(self) -> ConfigView:
+        """The configurations of model, cache, scheduler and devices by vLLM's names."""
+        advice, options, geometry = "`config` has the options of jpaged", self.config, self._serving.engine.geometry
+        cache = ConfigView(
+            "cache_config",
+            advice,
+            block_size=geometry.block_size,
+            num_gpu_blocks=geometry.num_blocks,
+            cache_dtype=options.cache.kv_cache_dtype,
+            enable_prefix_caching=options.cache.enable_prefix_caching,
+        )
+        scheduler = ConfigView(
+            "scheduler_config",
+            advice,
+            max_num_seqs=geometry.max_num_seqs,
+            max_num_batched_tokens=geometry.max_num_batched_tokens,
+            max_model_len=geometry.max_model_len,
+        )
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
+        sizes = {name: getattr(options.parallel, name) for name in names}
+        configs = {"cache_config": cache, "scheduler_config": scheduler, "model_config": self.model_config}
+        return ConfigView(
+            "vllm_config", advice, **configs, parallel_config=ConfigView("parallel_config", advice, **sizes)
+        )
+
     def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
         """Raise Unsupported: the engine has no worker processes."""
         raise Unsupported("collective_rpc: the engine runs in this process and has no workers to call")
@@ -481,13 +539,14 @@ class LocalModel:
 
     def _pooling_requests(
         self,
-        prompts: GivenPrompt | Sequence[GivenPrompt],
+        prompts: GivenInput | Sequence[GivenInput],
         given: PoolingParams,
         lora_request: GivenLora,
         adapter: str | None,
         options: VectorOptions,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[PreparedRequest]:
-        """Return a request with pooling for each prompt."""
+        """Return a request with pooling for each prompt, which may be a chat."""
         options.check(self._serving.pooler, self._serving.hidden_size)
         many, _ = list_prompts(prompts)
         loras: list[Any] = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(many))
@@ -497,7 +556,8 @@ class LocalModel:
         requests: list[PreparedRequest] = []
         for i, (one, lora) in enumerate(zip(many, loras, strict=True)):
             with errors_named(f"prompts[{i}]"):
-                parsed = parse_prompt(one)
+                parsed = parse_pooled(one)
+                parsed = parsed._replace(prompt=change_prompt(parsed.prompt, tokenization_kwargs))
                 salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
                 requests.append(
                     self._request(salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter)
@@ -510,8 +570,13 @@ class LocalModel:
         given: PoolingParams,
         lora_request: GivenLora,
         adapter: str | None,
+        chat_template: str | None,
     ) -> list[PreparedRequest]:
-        """Return a request for each pair of texts, which the model's classification head scores."""
+        """Return a request for each pair of texts, which the model's classification head scores.
+
+        Args:
+            chat_template: joins the texts, as messages of the roles "query" and "document"; None: the tokenizer does.
+        """
         pooler, requests = require_classifier(self._serving, for_pairs=True), list[PreparedRequest]()
         if isinstance(lora_request, Sequence):
             raise InvalidArgument("lora_request", "must be one adapter for all pairs")
@@ -521,9 +586,18 @@ class LocalModel:
                 if first is None or second is None:
                     raise InvalidArgument("prompt", "must be a text: a cross-encoder joins the texts of a pair")
                 joined = Prompt(text=first, text_pair=second)
+                if chat_template is not None:
+                    joined = self._render_pair(first, second, chat_template)
                 prompt = classifiable(self._serving.input_processor, joined, pooler, given.truncate_prompt_tokens)
                 requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
         return requests
+
+    def _render_pair(self, first: str, second: str, chat_template: str) -> Prompt:
+        """Return the token ids of a pair of texts that a chat template joins."""
+        messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+        options = build_chat_options(chat_template=chat_template, add_generation_prompt=False)
+        chat = Prompt(messages=messages, chat_options=replace(options, add_special_tokens=True))
+        return Prompt(token_ids=self._serving.input_processor.tokenize(chat))
 
     def _find_adapter(self, given: str | LoRARequest | None) -> LoadedAdapter | None:
         """Return the adapter of a name or a LoRARequest, which is loaded if needed.
@@ -693,7 +767,7 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
 
     Raises:
         InvalidArgument: it has several forms or none.
-        Unsupported: it is neither text nor token ids.
+        Unsupported: it is neither text nor token ids nor embeddings.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(Prompt(text=prompt))
@@ -702,41 +776,41 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     for name in _NOT_PROMPTS:
         if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text or token ids")
-    salt = fields.pop("cache_salt", None)
-    unknown = fields.keys() - {"prompt", "prompt_token_ids"}
-    if unknown or len(fields) != 1:
-        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of prompt and prompt_token_ids")
-    return ParsedPrompt(Prompt(fields.get("prompt"), fields.get("prompt_token_ids")), salt)
+            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
+    if fields.keys() - set(forms) or len(fields) != 1:
+        raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
+    text, token_ids, embeds = map(fields.get, forms)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else to_host_array(embeds)), salt)
 
 
-def get_sampling_changes(
-    tokenization_kwargs: Mapping[str, Any] | None, cache_salt: str | None = None, priority: int | None = None
-) -> dict[str, Any]:
-    """Return the fields of the sampling parameters that other arguments of a call set.
+def parse_pooled(prompt: GivenInput) -> ParsedPrompt:
+    """Return a prompt to pool as the input processor takes it: as `parse_prompt` does, or a chat.
+
+    A chat is rendered without the start of the assistant's message by default, as in vLLM's EmbeddingChatRequest.
+    """
+    given: Any = prompt
+    if not isinstance(given, Mapping) or given.get("messages") is None:
+        return parse_prompt(given)
+    fields = {name: value for name, value in given.items() if value is not None}
+    messages, salt = fields.pop("messages"), fields.pop("cache_salt", None)
+    if unknown := fields.keys() - ChatToPool.__annotations__.keys():
+        raise InvalidArgument("prompts", f"{sorted(unknown)} given with messages; remove them")
+    fields.setdefault("add_generation_prompt", False)
+    return ParsedPrompt(Prompt(messages=messages, chat_options=build_chat_options(**fields)), salt)
+
+
+def change_prompt(prompt: Prompt, tokenization_kwargs: Mapping[str, Any] | None) -> Prompt:
+    """Return a prompt with the options of its tokenization.
 
     Raises:
-        Unsupported: a keyword is not supported.
+        InvalidArgument: a value is invalid.
     """
-    changes = dict(tokenization_kwargs or {})
-    for name in changes:
-        if name != "truncate_prompt_tokens":
-            raise Unsupported(f"tokenization_kwargs.{name}: is not supported, only truncate_prompt_tokens")
-    if cache_salt is not None:
-        changes["cache_salt"] = cache_salt
-    if priority is not None:
-        changes["priority"] = priority
-    return changes
-
-
-def change_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters with other values.
-
-    Raises:
-        InvalidArgument: one is out of range; named without `sampling.`.
-    """
-    with python_names():
-        return replace(sampling, **changes)
+    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name in PROMPT_TOKENIZATION}
+    for name, value in changes.items():
+        if value not in PROMPT_TOKENIZATION[name]:
+            raise InvalidArgument(f"tokenization_kwargs.{name}", f"{value!r} is not one of {PROMPT_TOKENIZATION[name]}")
+    return replace(prompt, **changes) if changes else prompt
 
 
 def apply_changes(
@@ -750,7 +824,8 @@ def apply_changes(
     changed = []
     for one, salt, first in zip(params, salts, priorities, strict=True):
         changes = get_sampling_changes(tokenization_kwargs, salt, first)
-        changed.append(one._replace(sampling=change_sampling(one.sampling, changes)) if changes else one)
+        sampling = change_sampling(one.sampling, changes) if changes else one.sampling
+        changed.append(GivenRequest(change_prompt(one.prompt, tokenization_kwargs), sampling))
     return changed
 
 

@@ -6,22 +6,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
+import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.chat import ChatAnswer
 from jpaged.errors import InternalError
-from jpaged.sampling_params import RequestOutputKind, SamplingParams
+from jpaged.sampling_params import RequestOutputKind, SamplingParams, with_python_name
 from jpaged.types import (
     CompletionOutput,
     Embedding,
     EmbeddingOutput,
     LoRARequest,
+    OutputEvent,
     PositionLogprobs,
     Request,
     RequestOutput,
@@ -242,7 +249,7 @@ class Completions:
 
 def new_completions(sampling: SamplingParams) -> Completions:
     """Return an empty `Completions` for a request with these parameters."""
-    has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+    has_logprobs = sampling.returns_logprobs
     return Completions(has_logprobs=has_logprobs, has_prompt_logprobs=sampling.prompt_logprobs is not None)
 
 
@@ -252,8 +259,11 @@ def decode_logprobs(position: PositionLogprobs, decode: Callable[[int], str]) ->
     def decoded(token: TokenLogprob) -> TokenLogprob:
         return dataclasses.replace(token, decoded_token=decode(token.token_id))
 
-    return PositionLogprobs(
-        decoded(position.chosen), tuple(map(decoded, position.top)), tuple(map(decoded, position.asked))
+    return dataclasses.replace(
+        position,
+        chosen=decoded(position.chosen),
+        top=tuple(map(decoded, position.top)),
+        asked=tuple(map(decoded, position.asked)),
     )
 
 
@@ -331,7 +341,7 @@ class RequestOutputStream:
     ) -> None:
         sampling = request.sampling
         self._request, self._decode, self._kind, self._lora_request = request, decode, kind, lora_request
-        self._has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+        self._has_logprobs = sampling.returns_logprobs
         self._prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
@@ -386,6 +396,105 @@ class RequestOutputStream:
         if is_delta:
             self._prompt_logprobs = None
         return output
+
+
+class AsyncOutputStream:
+    """A request of an event loop.
+
+    Attributes:
+        outputs: assembles its outputs.
+        ready: set when there is something to take.
+        ended: done after the last event, on any thread.
+        error: the error that ended the request.
+    """
+
+    def __init__(self, outputs: RequestOutputStream) -> None:
+        self.outputs = outputs
+        self.ready = asyncio.Event()
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
+        self.error: Exception | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        """Add an event, on the event loop."""
+        if self.error is None and event.error is not None:
+            self.error = with_python_name(event.error)
+        self.outputs.add(event)
+        self.ready.set()
+
+
+class EventDelivery:
+    """Delivers events of the engine thread to streams of one event loop, with one wake-up for all pending events.
+
+    Attributes:
+        num_streams: open streams; written on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.num_streams = 0
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: list[tuple[AsyncOutputStream, OutputEvent]] = []
+
+    def put(self, stream: AsyncOutputStream, event: OutputEvent) -> None:
+        """Deliver an event soon; called on the engine thread."""
+        with self._lock:
+            self._pending.append((stream, event))
+            is_first = len(self._pending) == 1
+        if is_first:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its streams with it
+                self._loop.call_soon_threadsafe(self._deliver)
+        if event.is_last:
+            stream.ended.set_result(None)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for stream, event in pending:
+            stream.add(event)
+
+
+MakeBar = Callable[..., Any]
+"""Creates a bar like `tqdm(total=..., desc=..., dynamic_ncols=...)`, with `update`, `postfix` and `close`."""
+
+
+class ProgressBar:
+    """A bar over requests, or none.
+
+    By default there is a bar only on a terminal, because a library should not write into its user's logs and pipes.
+
+    Args:
+        use_tqdm: True shows a bar if stderr is a terminal, a callable creates the bar, False shows none.
+        num_requests: total number of requests.
+    """
+
+    def __init__(self, use_tqdm: bool | MakeBar, num_requests: int) -> None:
+        self._bar: Any = None
+        self._start_s = time.perf_counter()
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        if use_tqdm is False:
+            return
+        if use_tqdm is True:
+            from tqdm.auto import tqdm  # a notebook would draw a widget
+
+            use_tqdm = functools.partial(tqdm, disable=None)
+        self._bar = use_tqdm(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
+
+    def note_done(self, usage: Usage) -> None:
+        """Count one more finished request, with its tokens."""
+        if self._bar is None:
+            return
+        self._num_prompt_tokens += usage.prompt_tokens
+        self._num_output_tokens += usage.completion_tokens
+        seconds = max(time.perf_counter() - self._start_s, 1e-9)
+        inputs, outputs = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
+        self._bar.postfix = f"input: {inputs:.1f} tok/s, output: {outputs:.1f} tok/s"
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def without_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from jpaged.client import convert
 from jpaged.client.channel import Tls, open_channel, proxy_name, require_target
 from jpaged.client.errors import translated
 from jpaged.config import RoleOptions
+from jpaged.engine.executor import ArrayPart, BlockOffer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, describe_error
-from jpaged.service.handoff import FirstToken, prompt_alone
+from jpaged.service.handoff import BlockFormat, FirstToken, prompt_alone
 from jpaged.service.kv_protocol import MAX_PIECES, BlockPiece
 from jpaged.types import Request
 
@@ -35,6 +36,8 @@ _ABSENT_S = 1.0
 _PATIENT = 0.9
 """A server silent for this share of the first-token timeout counts as absent."""
 _MAX_KEY_BYTES = 4096
+_REPORT_S = 5.0
+"""Timeout of a report of an offer's end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +48,7 @@ class _PrefillServer:
         proxy: the HTTP proxy of the connection, for messages; "" for none.
         num_open: open calls from this server.
         absent_until_s: it is skipped until this time; 0 if it was available the last time.
+        reports: running reports of the ends of offers.
     """
 
     target: str
@@ -54,6 +58,7 @@ class _PrefillServer:
     num_open: int = 0
     absent_until_s: float = 0.0
     num_asked: int = 0
+    reports: set[asyncio.Future[None]] = field(default_factory=set)
 
     def enter(self) -> None:
         """Record the start of a call."""
@@ -63,6 +68,13 @@ class _PrefillServer:
     def leave(self) -> None:
         """Record the end of a call."""
         self.num_open -= 1
+
+    def report(self, message: prefill_pb2.FinishPullRequest, metadata: Any) -> None:
+        """Start to report the end of an offer; errors are ignored."""
+        call = self.stub.FinishPull(message, timeout=_REPORT_S, metadata=metadata)
+        task = asyncio.ensure_future(_ignoring_errors(call))
+        self.reports.add(task)
+        task.add_done_callback(self.reports.discard)
 
     @property
     def is_connected(self) -> bool:
@@ -91,8 +103,9 @@ class _PrefillServer:
 class PrefillCall:
     """Implementation of `jpaged.service.handoff.PrefillAnswer` over one call."""
 
-    def __init__(self, server: _PrefillServer, call: Any) -> None:
+    def __init__(self, server: _PrefillServer, call: Any, metadata: Any) -> None:
         self.target = server.target
+        self._metadata = metadata
         self._proxy = server.proxy
         self.tokens: Sequence[FirstToken] = ()
         self.num_cached_tokens = 0
@@ -120,16 +133,25 @@ class PrefillCall:
                 self.num_cached_tokens = chunk.usage.cached_tokens
         self.tokens = tokens
 
-    async def pieces(self) -> AsyncIterator[Sequence[BlockPiece]]:
-        """Yield the blocks of the prompt in pieces, some at a time."""
+    async def parts(self) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
+        """Yield the blocks of the prompt in pieces, some at a time, or offers of them."""
         with _translating(self._proxy):
             while (message := await self._call.read()) is not aio.EOF:
+                if message.HasField("offer"):
+                    yield _offer_from(message.offer, self.target)
+                    continue
                 if len(message.pieces.pieces) > MAX_PIECES:
                     raise InternalError(f"{self.target} sent a message of more than {MAX_PIECES} pieces")
                 yield [
                     BlockPiece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
                     for one in message.pieces.pieces
                 ]
+
+    def finish_pull(self, uuid: int, *, is_received: bool) -> None:
+        """Start to report the end of an offer. If that fails, the server withdraws the offer with the call's end."""
+        if self._server is not None:
+            message = prefill_pb2.FinishPullRequest(uuid=uuid, is_received=is_received)
+            self._server.report(message, self._metadata)
 
     def close(self) -> None:
         """Release the server."""
@@ -158,16 +180,17 @@ class Prefills:
             self._servers.append(_PrefillServer(target, channel, stub, proxy_name(target, None)))
 
     async def ask(
-        self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
+        self, request: Request, num_known: int, blocks: BlockFormat, wait_s: float, timeout_s: float
     ) -> PrefillCall:
         """Send a prompt to a prefill server; see `PrefillServers.ask`."""
-        message = _build_message(request, num_known, kv_identity)
+        message = _build_message(request, num_known, blocks)
         # A key determines the tenant, and may act for all; without keys, the policy `fair` needs the prompt's tenant.
         metadata = convert.get_metadata("" if self._key else request.tenant, self._key)
         failure: JpagedError = Unavailable(f"no prefill server is available: {', '.join(self._names)}")
         until_s = asyncio.get_running_loop().time() + wait_s
         for server in self._in_order():
-            answer = PrefillCall(server, server.stub.Prefill(message, timeout=timeout_s, metadata=metadata))
+            call = server.stub.Prefill(message, timeout=timeout_s, metadata=metadata)
+            answer = PrefillCall(server, call, metadata)
             began_s = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout_at(until_s):
@@ -206,7 +229,31 @@ class Prefills:
         return sorted(there, key=lambda server: (not server.is_connected, server.num_open, server.num_asked))
 
 
-def _build_message(request: Request, num_known: int, kv_identity: bytes) -> prefill_pb2.PrefillRequest:
+async def _ignoring_errors(call: Any) -> None:
+    with contextlib.suppress(grpc.RpcError):
+        await call
+
+
+def _offer_from(message: prefill_pb2.BlockOffer, target: str) -> BlockOffer:
+    """Convert a message to an offer; raise InternalError if it contradicts itself."""
+    positions = tuple(zip(message.indices, message.kv_groups, strict=False))
+    is_sound = len(message.indices) == len(message.kv_groups) == sum(message.num_rows) > 0
+    if not is_sound or len(message.sizes) != len(message.num_rows):
+        raise InternalError(f"{target} sent an offer of {len(positions)} blocks in {sum(message.num_rows)} rows")
+    return BlockOffer(
+        uuid=message.uuid,
+        address=message.address,
+        dtype=message.dtype,
+        block_shape=tuple(message.block_shape),
+        parts=tuple(ArrayPart(tuple(part.begin), tuple(part.shape)) for part in message.parts),
+        sizes=tuple(message.sizes),
+        num_rows=tuple(message.num_rows),
+        positions=positions,
+        last_key=message.last_key,
+    )
+
+
+def _build_message(request: Request, num_known: int, blocks: BlockFormat) -> prefill_pb2.PrefillRequest:
     adapter = request.adapter
     return prefill_pb2.PrefillRequest(
         request=inference_pb2.GenerateRequest(
@@ -215,7 +262,10 @@ def _build_message(request: Request, num_known: int, kv_identity: bytes) -> pref
             sampling=convert.sampling_message(prompt_alone(request.sampling)),
             adapter="" if adapter is None else adapter.name,
         ),
-        kv_identity=kv_identity,
+        kv_identity=blocks.kv_identity,
+        data_protocol=blocks.data_protocol,
+        block_size=blocks.block_size if blocks.data_protocol else 0,
+        model_identity=blocks.model_identity,
         adapter_digest=request.adapter_digest,
         cache_tenant=request.cache_tenant,
         num_known_blocks=num_known,

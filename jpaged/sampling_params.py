@@ -210,6 +210,8 @@ class SamplingParams:
         logprobs: number of top log-probabilities per position; 0 for the sampled token only, -1 for the full
             vocabulary.
         logprob_token_ids: tokens whose log-probabilities are also returned at each position, each once; at most 128.
+        sampling_logprobs: also return each token's log-probability in the distribution that it was sampled from, after
+            temperature and truncation, and the entropy of the model's distribution.
         prompt_logprobs: as logprobs, for the prompt's tokens.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
@@ -284,6 +286,11 @@ class SamplingParams:
     )
     logprob_token_ids: Sequence[int] = param(
         (), "token ids whose log-probabilities to report at each position: at most 32"
+    )
+    sampling_logprobs: bool = param(
+        False,
+        "also report each token's log-probability under the distribution that it was sampled from, after temperature "
+        "and truncation, and the entropy of the model's distribution",
     )
     prompt_logprobs: int | None = param(
         None, "log-probabilities of the prompt's tokens, with this many most likely tokens per position; see logprobs"
@@ -379,6 +386,7 @@ class SamplingParams:
         self._check_stops()
         self._check_sequences()
         self._check_sharing()
+        self._check_sampling_logprobs()
 
     @classmethod
     def from_request(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -530,6 +538,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
         _require(not self.stop, "stop", self.stop, "empty with beam_width; use stop_token_ids")
+        _require(not self.sampling_logprobs, "sampling_logprobs", True, "false with beam_width, which samples nothing")
         is_told = not self.needs_extra_logprobs
         name = "logprob_token_ids" if self.logprob_token_ids else "logprobs"
         _require(is_told, name, getattr(self, name), f"left out or at most {MAX_TOP_LOGPROBS} with beam_width")
@@ -542,6 +551,13 @@ class SamplingParams:
         require_whole_characters("cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
+
+    def _check_sampling_logprobs(self) -> None:
+        is_bool = isinstance(self.sampling_logprobs, bool)
+        _require(is_bool, "sampling_logprobs", self.sampling_logprobs, "true or false")
+        for name, unset in {**_NO_EDITS, "min_tokens": 0}.items() if self.sampling_logprobs else ():
+            value = getattr(self, name)
+            _require(value == unset, name, value, f"{unset} with sampling_logprobs")
 
     @property
     def has_logits_processors(self) -> bool:
@@ -556,7 +572,12 @@ class SamplingParams:
     @property
     def needs_extra_logprobs(self) -> bool:
         """True if its tokens need log-probabilities beyond those that a sample returns."""
-        return bool(self.logprob_token_ids) or self.wants_full_vocab(self.logprobs)
+        return bool(self.logprob_token_ids) or self.sampling_logprobs or self.wants_full_vocab(self.logprobs)
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """True if outputs have log-probabilities of the generated tokens."""
+        return self.logprobs is not None or bool(self.logprob_token_ids) or self.sampling_logprobs
 
     @staticmethod
     def wants_full_vocab(num_top: int | None) -> bool:
@@ -580,12 +601,7 @@ class SamplingParams:
     @property
     def needs_logprobs(self) -> bool:
         """True if log-probabilities are returned, or used for ranking; otherwise not even their sum is computed."""
-        return (
-            self.logprobs is not None
-            or bool(self.logprob_token_ids)
-            or self.num_samples > self.n
-            or bool(self.beam_width)
-        )
+        return self.returns_logprobs or self.num_samples > self.n or bool(self.beam_width)
 
     @property
     def is_greedy(self) -> bool:
@@ -711,3 +727,60 @@ def check_pooling(params: PoolingParams) -> PoolingParams:
     if not isinstance(params, PoolingParams):
         raise InvalidArgument("pooling_params", f"{params!r} is not of type PoolingParams")
     return replace(params)
+
+
+PROMPT_TOKENIZATION: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True, False),
+    "truncation_side": ("left", "right"),
+}
+"""Keywords of tokenization that are fields of a prompt, and their values."""
+
+
+def get_pooling(
+    given: PoolingParams | None,
+    truncate_prompt_tokens: int | None = None,
+    tokenization_kwargs: Mapping[str, Any] | None = None,
+) -> PoolingParams:
+    """Return a checked copy of pooling parameters, with the truncation that other arguments of a call set.
+
+    Raises:
+        InvalidArgument: a value is invalid, or two of them differ.
+        Unsupported: a keyword is not supported.
+    """
+    params = check_pooling(PoolingParams() if given is None else given)
+    asked = {params.truncate_prompt_tokens, truncate_prompt_tokens}
+    asked.add(get_sampling_changes(tokenization_kwargs).get("truncate_prompt_tokens"))
+    asked -= {None}
+    if len(asked) > 1:
+        raise InvalidArgument("truncate_prompt_tokens", f"is given as {' and '.join(map(str, asked))}: give only one")
+    return replace(params, truncate_prompt_tokens=asked.pop()) if asked else params
+
+
+def get_sampling_changes(
+    tokenization_kwargs: Mapping[str, Any] | None, cache_salt: str | None = None, priority: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of the sampling parameters that other arguments of a call set.
+
+    Raises:
+        Unsupported: a keyword is not supported.
+    """
+    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name not in PROMPT_TOKENIZATION}
+    for name in changes:
+        if name != "truncate_prompt_tokens":
+            known = ", ".join((*PROMPT_TOKENIZATION, "truncate_prompt_tokens"))
+            raise Unsupported(f"tokenization_kwargs.{name}: is not supported, only {known}")
+    if cache_salt is not None:
+        changes["cache_salt"] = cache_salt
+    if priority is not None:
+        changes["priority"] = priority
+    return changes
+
+
+def change_sampling(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters with other values.
+
+    Raises:
+        InvalidArgument: one is out of range; named without `sampling.`.
+    """
+    with python_names():
+        return replace(sampling, **changes)

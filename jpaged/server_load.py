@@ -342,6 +342,7 @@ class RoleLoad:
         transfer_wait_s: time from first tokens to the last transferred block.
         num_blocks_missing: blocks that did not arrive although there was room.
         num_blocks_without_room: blocks without room in host memory.
+        pull_s: time of pulls from data ports, from offers to blocks in the cache.
     """
 
     num_asked: int = counter(Metric("jpaged:prefills_asked", "Prompts sent to prefill servers."))
@@ -358,6 +359,12 @@ class RoleLoad:
     )
     num_blocks_without_room: int = counter(
         Metric("jpaged:blocks_without_room", "KV blocks of prompts not received because host memory was full.")
+    )
+    num_pulls: int = counter(Metric("jpaged:pulls", "Offers of KV blocks pulled from data ports."))
+    num_bytes_pulled: int = counter(Metric("jpaged:bytes_pulled", "KV block bytes pulled from data ports."))
+    pull_s: float = counter(Metric("jpaged:pull_seconds", "Seconds spent pulling KV blocks from data ports."))
+    num_pulls_failed: int = counter(
+        Metric("jpaged:pulls_failed", "Pulls from data ports that failed, after which blocks were sent over gRPC.")
     )
     num_prefills_for_others: int = counter(Metric("jpaged:prefills_for_others", "Prompts computed for decode servers."))
     num_blocks_sent: int = counter(Metric("jpaged:blocks_sent", "KV blocks sent to decode servers."))

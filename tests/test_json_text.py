@@ -137,7 +137,7 @@ def test_usual_objects_are_read_fast_and_no_others():
     for value in (usual, {"a": nested(63)}, {}):
         for text in (json.dumps(value), json.dumps(value, ensure_ascii=False).encode()):
             assert json_text.loads_plain(text, 64) == value
-    for value in (
+    for other in (
         {"a": nested(64)},
         {"a": [2**64]},
         {"a": -(2**63) - 1},
@@ -147,7 +147,7 @@ def test_usual_objects_are_read_fast_and_no_others():
         "a",
         None,
     ):
-        assert json_text.loads_plain(json.dumps(value), 64) is None
+        assert json_text.loads_plain(json.dumps(other), 64) is None
     for text in ('{"a": NaN}', '{"a": 1e400}', "{", '{"a": 1,}', "", b"\xff{}", b"\xef\xbb\xbf{}"):
         assert json_text.loads_plain(text, 64) is None
 

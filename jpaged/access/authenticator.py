@@ -326,7 +326,7 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
         "UpdateWeights": CONTROL,
     },
     "jpaged.v1.PrefixService": {"SavePrefix": CONTROL, "LoadPrefix": CONTROL, "FetchPrefix": CONTROL},
-    "jpaged.v1.PrefillService": {"Prefill": _PEER},
+    "jpaged.v1.PrefillService": {"Prefill": _PEER, "FinishPull": _PEER},
     "inference.GRPCInferenceService": {
         "ServerLive": _HEALTH,
         "ServerReady": _HEALTH,

@@ -86,11 +86,13 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
     if method == _MODEL_OPT or "quant_algo" in given:
         raise Unsupported(MODEL_OPT_PROBLEM)
-    if method == "bitsandbytes":
+    if method == floats.BITSANDBYTES:
         floats.check_bitsandbytes_config(fields)
         return None
     if method not in _READERS:
-        raise Unsupported(f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}, bitsandbytes")
+        raise Unsupported(
+            f"config.json: quant_method is {method!r}; supported: {', '.join(_READERS)}, {floats.BITSANDBYTES}"
+        )
     scheme = _READERS[method](fields)
     fields.finish()
     return scheme
@@ -345,7 +347,8 @@ def _read_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
     plain = {key: value for key, value in override_config(config, overrides).items() if key not in QUANTISATION_KEYS}
     result = from_hf(plain, read_json(generation) if generation.is_file() else None)
     if scheme is None:
-        return result
+        is_widened = any(config.get(key) is not None for key in QUANTISATION_KEYS)
+        return replace(result, widened_method=floats.BITSANDBYTES) if is_widened else result
     return replace(result, quantization=_without_mixed_orders(folder, result, scheme))
 
 

@@ -33,11 +33,13 @@ class ModelLeaves:
 def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves:
     """Return the leaves, with tensor names that match a checkpoint with the `stored` names."""
     family, names = find_family(config.architecture), frozenset(stored)
-    prefix = _prefix(family, names)
+    prefix = _prefix(family, config, names)
     layers = [
         family.layer_leaves(config, f"{prefix}{family.layers_prefix}{index}.", kind)
         for index, kind in enumerate(config.layer_kinds, config.first_layer)
     ]
+    for part, other in family.other_names:
+        layers = [[_renamed(leaf, part, other, names) for leaf in layer] for layer in layers]
     outer = family.outer_leaves(config, prefix)
     if config.tie_word_embeddings and family.lm_head in names:
         ((embedding, shape),) = outer[0].tensors
@@ -46,12 +48,20 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
     return ModelLeaves(outer, layers)
 
 
-def _prefix(family: AnyFamily, names: Collection[str]) -> str:
+def _renamed(leaf: Leaf, part: str, other: str, names: Collection[str]) -> Leaf:
+    """Return the leaf with a part of its tensors' names replaced, if the checkpoint has them under the other names."""
+    tensors = tuple((name.replace(part, other), shape) for name, shape in leaf.tensors)
+    is_stored = tensors != leaf.tensors and all(name in names for name, _ in tensors)
+    return dataclasses.replace(leaf, tensors=tensors) if is_stored else leaf
+
+
+def _prefix(family: AnyFamily, config: ModelConfig, names: Collection[str]) -> str:
     """Return the prefix of tensors' names; none if the class without a head was saved, as transformers accepts it."""
     prefix = family.name_prefix(names)
-    if any(name.startswith(prefix) for name in names):
+    if not names or any(name.startswith(prefix) for name in names):
         return prefix
-    return "" if any(name.startswith(family.layers_prefix) for name in names) else prefix
+    outer = {name for leaf in family.outer_leaves(config, "") for name, _ in leaf.tensors}
+    return "" if any(name in outer or name.startswith(family.layers_prefix) for name in names) else prefix
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from jpaged.client.routing.endpoints import get_key
 from jpaged.client.routing.resumable_stream import ResumableStream
 from jpaged.client.routing.retry import ResumePolicy, RetryState
 from jpaged.errors import Cancelled, InternalError, InvalidArgument
-from jpaged.types import Prompt, SamplingParams
+from jpaged.types import EmbedsInput, Prompt, SamplingParams
 
 DEFAULT_RESUMING = ResumePolicy()
 """By default, streams look for another server for a minute."""
@@ -151,7 +151,7 @@ class BaseClient(Generic[_StreamT]):
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: str | EmbedsInput | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
@@ -164,7 +164,8 @@ class BaseClient(Generic[_StreamT]):
         """Start a request and return its stream at once. Give exactly one of the three prompts.
 
         Args:
-            prompt: the prompt as text.
+            prompt: the prompt as text; or `{"prompt_embeds": array}`, input embeddings `[tokens, hidden size]` as an
+                array of NumPy or JAX, a tensor of PyTorch, or the bytes of a file of `torch.save`.
             sampling: sampling parameters; `SamplingParams()` by default.
             prompt_token_ids: the prompt as token ids.
             messages: the prompt as a conversation in OpenAI's format.

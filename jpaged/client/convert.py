@@ -25,7 +25,10 @@ from jpaged.sampling_params import request_fields
 from jpaged.server_load import Load, ReplicaLoad
 from jpaged.structured import StructuredOutputs
 from jpaged.types import (
+    EMBED_TYPES,
+    EmbedsInput,
     FinishReason,
+    GivenEmbeds,
     ModelInfo,
     Pooling,
     PositionLogprobs,
@@ -41,6 +44,7 @@ from jpaged.types import (
     Usage,
     WeightVersionRun,
     require_whole_characters,
+    to_host_array,
 )
 
 _MODES = {
@@ -212,7 +216,7 @@ class UnaryCall(Generic[_T]):
 
 
 def get_prompt(
-    prompt: str | None,
+    prompt: str | EmbedsInput | None,
     prompt_token_ids: Sequence[int] | None = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
     chat_options: ChatOptions | None = None,
@@ -226,12 +230,35 @@ def get_prompt(
         raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
     if chat_options is not None and messages is None:
         raise InvalidArgument("chat_options", "require messages")
+    embeds: GivenEmbeds | None = None
+    if prompt is not None and not isinstance(prompt, str):
+        if set(prompt) != {"prompt_embeds"}:
+            raise InvalidArgument("prompt", f"has the keys {sorted(prompt)}; must be text, or have prompt_embeds")
+        given = prompt["prompt_embeds"]
+        prompt, embeds = None, given if isinstance(given, bytes) else to_host_array(given)
     return Prompt(
         prompt,
         None if prompt_token_ids is None else tuple(prompt_token_ids),
         None if messages is None else tuple(messages),
         chat_options=chat_options or _DEFAULT_CHAT_OPTIONS,
+        embeds=embeds,
     )
+
+
+def _embeds_message(given: GivenEmbeds) -> inference_pb2.PromptEmbeds:
+    """Build the message of input embeddings.
+
+    Raises:
+        InvalidArgument: they are no array of floating numbers with two axes.
+    """
+    if isinstance(given, bytes):
+        return inference_pb2.PromptEmbeds(torch_file=given)
+    assert not isinstance(given, str)
+    name = given.dtype.name
+    if name not in EMBED_TYPES or given.ndim != 2:
+        problem = f"is {name}{list(given.shape)}; must be [tokens, hidden size] of {', '.join(EMBED_TYPES)}"
+        raise InvalidArgument("prompt_embeds", problem)
+    return inference_pb2.PromptEmbeds(values=given.tobytes(), dtype=name, num_tokens=len(given))
 
 
 def generate_request(
@@ -259,6 +286,8 @@ def generate_request(
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prompt.token_ids", prompt.token_ids)))
     elif prompt.messages is not None:
         message.chat.CopyFrom(chat_message(prompt))
+    elif prompt.embeds is not None:
+        message.prompt_embeds.CopyFrom(_embeds_message(prompt.embeds))
     _add_generated(message, prompt.generated)
     return message
 
@@ -572,6 +601,8 @@ def _parse_position(position: inference_pb2.PositionLogprobs) -> PositionLogprob
         parse_logprob(position.chosen),
         tuple(parse_logprob(token) for token in position.top),
         tuple(parse_logprob(token) for token in position.asked),
+        position.sampling_logprob if position.HasField("sampling_logprob") else None,
+        position.entropy if position.HasField("entropy") else None,
     )
 
 

@@ -41,7 +41,6 @@ from jpaged.config.engine_options import (
     EvictionPolicyName,
     ExpertBalanceOptions,
     KVPolicy,
-    KVTransferOptions,
     LinearBackend,
     LoraOptions,
     LossyOptions,
@@ -52,6 +51,7 @@ from jpaged.config.engine_options import (
     SchedulerOptions,
     StartupOptions,
 )
+from jpaged.config.kv_transfer import DataPortOptions, KVTransferOptions
 from jpaged.config.option import (
     checked,
     option,
@@ -80,6 +80,7 @@ __all__ = [
     "Backend",
     "Batching",
     "CacheOptions",
+    "DataPortOptions",
     "EngineConfig",
     "EvictionPolicyName",
     "ExpertBalanceOptions",

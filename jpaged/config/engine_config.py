@@ -199,6 +199,11 @@ class EngineConfig:
         if self.speculation is None or not self.has_draft:
             return
         method = self.speculation.method
+        if self.model.enable_prompt_embeds:
+            raise InvalidArgument(
+                f"{NAME}.method",
+                f"{method} reads tokens only (enable_prompt_embeds is True): use ngram or suffix",
+            )
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if method == "eagle3" and (size := getattr(self.parallel, name)) > 1:
                 raise InvalidArgument(f"{NAME}.method", f"eagle3 runs on one device; {name} is {size}, but must be 1")
@@ -281,7 +286,6 @@ class EngineConfig:
             "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
             "num_processes": (self.parallel.num_processes or 1, 1),
             "kv_policy": (self.cache.kv_policy, "paged"),
-            "speculative_config": (self.scheduler.speculative_config, None),
             "enable_lora": (self.lora.enable_lora or bool(self.lora.lora), False),
             "kv_events_endpoint": (self.kv_events.kv_events_endpoint, None),
             "role": (self.roles.role, "both"),
@@ -306,6 +310,7 @@ class EngineConfig:
         """
         allowed = self._unshared | {
             "batching": (self.scheduler.batching, "continuous"),
+            "speculative_config": (self.scheduler.speculative_config, None),
             "enable_dp_attention": (self.parallel.enable_dp_attention, False),
             "kv_cache_dtype": (self.cache.kv_cache_dtype, "auto"),
             "long_prefill_token_threshold": (self.scheduler.long_prefill_token_threshold, 0),
@@ -401,6 +406,8 @@ class EngineConfig:
             raise InvalidArgument(f"{NAME}.method", f"{self.speculation.method} {single}")
         if self.roles.role != "both":
             raise InvalidArgument("role", f"{self.roles.role} {single}")
+        if self.model.enable_prompt_embeds:
+            raise InvalidArgument("enable_prompt_embeds", f"True {single}")
         place = {name: getattr(multihost, name) for name in ("coordinator", "num_processes", "process_id")}
         return self.replace(**place)
 

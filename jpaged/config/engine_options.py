@@ -7,10 +7,10 @@ server computes whole requests, only prompts, or only the decode part.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jpaged.config.kv_transfer import DataPortOptions, KVTransferOptions
 from jpaged.config.option import JsonText, checked_keys, option, parse_json_object, shorten, with_attributes
 from jpaged.distributed_env import split_address
 from jpaged.errors import InvalidArgument
@@ -43,6 +43,11 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "c
 """Attention backends."""
 
 
+OWN_QUANTIZATIONS = (
+    *("auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
+    *("moe_wna16", "mxfp4", "hqq", "modelopt", "modelopt_fp4", "quark", "torchao"),
+)
+"""Methods of quantized checkpoints by vLLM's names; files of the last five are not supported."""
 _EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 65536}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',
@@ -94,7 +99,7 @@ class ModelOptions:
         "embedding and output matrix too, to int8; other names must be those of the checkpoint's own method",
         choices=(
             *("auto", "int8", "int4", "fp8", "int8-all", "int4-all", "fp8-all"),
-            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "gguf"),
+            *OWN_QUANTIZATIONS,
         ),
     )
     load_format: str = option(
@@ -134,6 +139,11 @@ class ModelOptions:
         True,
         "parse special tokens that are spelled out in prompts and messages; if off, they are plain text there, and "
         "only those of the chat template count",
+    )
+    enable_prompt_embeds: bool = option(
+        False,
+        "accept input embeddings (`prompt_embeds`) in place of a prompt's tokens; only from trusted callers, because "
+        "they reach inputs of the model that no text has",
     )
     skip_tokenizer_init: bool = option(
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
@@ -270,7 +280,8 @@ class CacheOptions:
         option(
             None,
             "KV connector for offloaded prefix-cache blocks, as a JSON object with vLLM's keys: kv_connector (the "
-            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options)",
+            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options); "
+            "kv_connector jax: data port for the roles prefill and decode (docs/roles.md)",
         ),
         ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
     )
@@ -327,12 +338,23 @@ class CacheOptions:
         Raises:
             InvalidArgument: `kv_transfer_config` is invalid; cannot happen for loaded options.
         """
-        return None if self.kv_transfer_config is None else KVTransferOptions.parse(self.kv_transfer_config)
+        if self.kv_transfer_config is None or self.data_port is not None:
+            return None
+        return KVTransferOptions.parse(self.kv_transfer_config)
+
+    @property
+    def data_port(self) -> DataPortOptions | None:
+        """Options of a data port; None if there is none.
+
+        Raises:
+            InvalidArgument: `kv_transfer_config` is invalid; cannot happen for loaded options.
+        """
+        return None if self.kv_transfer_config is None else DataPortOptions.parse(self.kv_transfer_config)
 
     @property
     def store_option(self) -> str | None:
         """Name of the option that selects a store below host memory; None if there is none."""
-        if self.kv_transfer_config is not None:
+        if self.kv_transfer_config is not None and self.data_port is None:
             return "kv_transfer_config"
         return "kv_disk_space" if self.kv_disk_space else None
 
@@ -358,93 +380,6 @@ class CacheOptions:
             raise InvalidArgument(name, f"{value}: kv_policy {self.kv_policy} caches no prefixes")
         if not self.enable_prefix_caching:
             raise InvalidArgument(name, f"{value}: enable_prefix_caching is False")
-
-
-_TRANSFER = "kv_transfer_config"
-_UNUSED_TRANSFER_KEYS = ("engine_id", "kv_buffer_size", "kv_rank", "kv_ip", "kv_port")
-"""Keys of vLLM that only its own connectors read; any value is accepted."""
-_FIXED_TRANSFER_KEYS: Mapping[str, tuple[Any, str]] = {
-    "kv_role": ("kv_both", "a connector both saves and loads blocks; --role separates prefill from decode"),
-    "kv_parallel_size": (1, "a connector belongs to one server"),
-    "kv_buffer_device": ("cpu", "blocks pass through host memory"),
-    "kv_load_failure_policy": ("recompute", "blocks that cannot be loaded are computed"),
-    "enable_permute_local_kv": (False, "blocks keep the layout of this server"),
-}
-"""Keys of vLLM with the one value that is supported, and the reason."""
-_REMEDIES: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("NixlConnector", "P2pNcclConnector", "MooncakeConnector", "MoRIIOConnector"),
-        "for separate prefill and decode servers use role",
-    ),
-    **dict.fromkeys(
-        ("OffloadingConnector", "SimpleCPUOffloadConnector"), "for host memory use swap_space, for disk kv_disk_space"
-    ),
-    **dict.fromkeys(
-        ("SharedStorageConnector", "ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector"),
-        "for local disk use kv_disk_space",
-    ),
-    "MultiConnector": "only one store is supported below host memory",
-}
-"""Connectors of vLLM, and what does their work here."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVTransferOptions:
-    """Options of a KV connector, in vLLM's format: `--kv-transfer-config`.
-
-        {"kv_connector": "MyConnector", "kv_connector_module_path": "my_module", "kv_role": "kv_both",
-         "kv_connector_extra_config": {"path": "/mnt/kv"}}
-
-    Keys and meanings are those of vLLM's `KVTransferConfig`
-    (https://docs.vllm.ai/en/latest/api/vllm/config/kv_transfer/). A key that is unknown is an error, and so is a value
-    that would need another engine.
-
-    Attributes:
-        kv_connector: name of a class that implements `jpaged.engine.kv_cache.connector.KVConnector`.
-        kv_connector_module_path: name of its module.
-        kv_connector_extra_config: options that only the connector reads.
-    """
-
-    kv_connector: str
-    kv_connector_module_path: str
-    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> KVTransferOptions:
-        """Parse the options of a JSON object; null counts as absent.
-
-        Raises:
-            InvalidArgument: it is not a JSON object, a key is unknown or missing, or a value is not supported.
-        """
-        values = parse_json_object(_TRANSFER, text, '{"kv_connector": "MyConnector", ...}')
-        known = (*cls.__dataclass_fields__, *_FIXED_TRANSFER_KEYS, *_UNUSED_TRANSFER_KEYS)
-        for key in values:
-            if key not in known:
-                raise InvalidArgument(f"{_TRANSFER}.{shorten(key)}", f"is unknown: must be one of {', '.join(known)}")
-        given = {key: value for key, value in values.items() if value is not None}
-        for key, (supported, reason) in _FIXED_TRANSFER_KEYS.items():
-            if given.get(key, supported) != supported:
-                problem = f"{shorten(repr(given[key]))} is not supported: must be {supported!r}, because {reason}"
-                raise InvalidArgument(f"{_TRANSFER}.{key}", problem)
-        name = cls._word(given, "kv_connector", "it names the class of the connector")
-        if "kv_connector_module_path" not in given and name in _REMEDIES:
-            problem = f"{name} is a connector of vLLM: {_REMEDIES[name]}"
-            raise InvalidArgument(f"{_TRANSFER}.kv_connector", problem)
-        path = cls._word(given, "kv_connector_module_path", f"it names the module with the class {name}")
-        extra = given.get("kv_connector_extra_config", {})
-        if not isinstance(extra, dict):
-            problem = f"{shorten(repr(extra))} is not a JSON object"
-            raise InvalidArgument(f"{_TRANSFER}.kv_connector_extra_config", problem)
-        return cls(name, path, extra)
-
-    @staticmethod
-    def _word(given: Mapping[str, Any], key: str, meaning: str) -> str:
-        value = given.get(key)
-        if value is None:
-            raise InvalidArgument(f"{_TRANSFER}.{key}", f"is missing: {meaning}")
-        if not isinstance(value, str) or not value:
-            raise InvalidArgument(f"{_TRANSFER}.{key}", f"{shorten(repr(value))} is not a name: {meaning}")
-        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -495,6 +495,8 @@ class RoleOptions:
             for name in _OF_DECODE:
                 if getattr(self, name):
                     raise InvalidArgument(name, f"requires the role decode; the role of this server is {self.role}")
+        if (port := cache.data_port) is not None:
+            port.check(self.role)
         if (self.prefill_tls_cert is None) != (self.prefill_tls_key is None):
             name = "prefill_tls_cert" if self.prefill_tls_cert is None else "prefill_tls_key"
             raise InvalidArgument(name, "is missing: give both prefill_tls_cert and prefill_tls_key")

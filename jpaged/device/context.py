@@ -52,7 +52,15 @@ if TYPE_CHECKING:
 
     from jaxtyping import Array, Bool, Int
 
-_OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
+_OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t")
+
+
+def _ordered(inputs: Mapping[str, jax.Array], tokens_t: jax.Array) -> dict[str, jax.Array]:
+    """Return the fields of `StepInputs`, with per-token fields in another order."""
+    found = {**inputs, **{name: inputs[name][..., tokens_t] for name in _OF_TOKENS if name in inputs}}
+    if "embeds_te" in inputs:
+        found["embeds_te"] = inputs["embeds_te"][tokens_t]
+    return found
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +113,7 @@ class ContextOrder:
 
     def ordered(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the fields of `StepInputs`, with per-token fields in this order."""
-        return {**inputs, **{name: inputs[name][..., self.tokens_t] for name in _OF_TOKENS if name in inputs}}
+        return _ordered(inputs, self.tokens_t)
 
     def get_rows(self, rows: RaggedRows, part: Int[Array, ""], num_parts: int) -> RaggedRows:
         """Return the new rows over the keys that one device holds.
@@ -168,7 +176,7 @@ class RankOrder:
 
     def ordered(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the fields of `StepInputs`, with per-token fields in this order; unused places have the null slot."""
-        found = {**inputs, **{name: inputs[name][..., self.tokens_t] for name in _OF_TOKENS if name in inputs}}
+        found = _ordered(inputs, self.tokens_t)
         return {**found, "slots_gt": jnp.where(self.is_used_t, found["slots_gt"], 0)}
 
     def get_rows(self, rows: RaggedRows, rank: Int[Array, ""], layout: KVLayout) -> RaggedRows:
@@ -254,8 +262,8 @@ def recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh)
         return None
     starts_s1 = inputs["query_starts_s1"]
     is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
-    sources_s, slots_s = inputs["state_sources_s"], inputs["state_slots_s"]
-    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, recurrence_kernel(mesh))
+    sources_s, slots_s, kernel = inputs["state_sources_s"], inputs["state_slots_s"], recurrence_kernel(mesh)
+    return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, kernel, inputs["is_draft_s"])
 
 
 def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:

@@ -65,7 +65,7 @@ from jpaged.device.speculative.dispatch import is_of_rounds, unpack_rounds
 from jpaged.device.speculative.drafter import DRAFT, build_drafter, draft_params_for, split_params
 from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import measure_rates
-from jpaged.device.transfers import BlockMover, HostPool, WholeHostBlocks, move_sizes
+from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, WholeHostBlocks, move_sizes
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
@@ -425,8 +425,9 @@ class JaxExecutor:
         counts = jax.jit(zeros, out_shardings=shardings)()
         abstract_load = step.abstract_expert_load()
         served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
+        embeds = (geometry.embed_width, step.model.dtype) if geometry.embed_width else None
         self._runner = ModelRunner(
-            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size
+            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size, embeds
         )
         self._pending_copies = PendingHostCopies()
         load = served_pool.expert_load
@@ -435,7 +436,12 @@ class JaxExecutor:
         self.host_blocks: WholeHostBlocks | None = None
         if self._host.is_whole:
             runner = self._runner
-            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params))
+            self.host_blocks = WholeHostBlocks(
+                self._host,
+                lambda: kv_fingerprint(step, runner.params),
+                BlockPlace(layout, NamedSharding(mesh, contents_spec(layout))),
+                lambda block_ids: self._mover.read(block_ids, self._programs),
+            )
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(

@@ -534,11 +534,13 @@ class Microbatches:
         num_later_s = jnp.maximum(ends_s[rows_s] - end, 0)
         own_kv_s = inputs["kv_lens_s"][rows_s] - num_later_s
 
-        def cut(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis=-1)
+        def cut(array: jax.Array, axis: int = -1) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis)
 
-        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t")
+        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t")
         own = {name: cut(inputs[name]) for name in names if name in inputs}
+        if "embeds_te" in inputs:
+            own["embeds_te"] = cut(inputs["embeds_te"], 0)
         return (
             {
                 **own,

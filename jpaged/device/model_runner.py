@@ -286,10 +286,15 @@ class DecodePacking:
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """A step's inputs, packed for the forward of `num_tokens` tokens."""
+    """A step's inputs, packed for the forward of `num_tokens` tokens.
+
+    Attributes:
+        embeds_te: input embeddings in the model's type; None if the step has none.
+    """
 
     num_tokens: int
     words: NDArray[np.int32]
+    embeds_te: NDArray[Any] | None = None
 
 
 NUM_TOKEN_COLUMNS = 2
@@ -347,7 +352,11 @@ class DraftPool(Protocol):
 
 
 class ModelRunner:
-    """Owns the parameters and the last sampled tokens. Takes the pool for each forward."""
+    """Owns the parameters and the last sampled tokens. Takes the pool for each forward.
+
+    Args:
+        embeds: width and type of the input embeddings that a forward takes; None if it takes none.
+    """
 
     def __init__(
         self,
@@ -358,6 +367,7 @@ class ModelRunner:
         programs: ProgramStore,
         counts: TokenCounts,
         vocab_size: int,
+        embeds: tuple[int, np.dtype] | None = None,
     ) -> None:
         self._params = params
         self._head_params = _without_layers(params)
@@ -370,6 +380,8 @@ class ModelRunner:
         self._has_stages = any(spec.stages < SamplingStages.ALL for spec in programs.specs)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # neutral token biases and masks
         self._features: list[jax.Array] = []
+        self._embeds = embeds
+        self._no_embeds: dict[int, jax.Array] = {}  # for steps that have none
 
     @property
     def params(self) -> Params:
@@ -404,14 +416,29 @@ class ModelRunner:
         """
         num_tokens = len(inputs.token_ids_t)
         self._find(ProgramSpec("forward", num_tokens))
-        return PackedForward(num_tokens, self._packings[num_tokens].pack(inputs))
+        words, embeds_te = self._packings[num_tokens].pack(inputs), inputs.embeds_te
+        if embeds_te is None or self._embeds is None:
+            return PackedForward(num_tokens, words)
+        return PackedForward(num_tokens, words, embeds_te.astype(self._embeds[1]))
 
     def forward(self, packed: PackedForward) -> jax.Array:
         """Start the model over a step's tokens; return the hidden states to sample from."""
         program = self._find(ProgramSpec("forward", packed.num_tokens))
-        pool, hidden_se, *self._features = program(self._params, self._pool.take(), self._last_tokens, packed.words)
+        arguments: list[Any] = [packed.words]
+        if self._embeds is not None:
+            given_te = packed.embeds_te
+            arguments.append(self._find_no_embeds(packed.num_tokens) if given_te is None else given_te)
+        pool, hidden_se, *self._features = program(self._params, self._pool.take(), self._last_tokens, *arguments)
         self._pool.put(pool)
         return hidden_se
+
+    def _find_no_embeds(self, num_tokens: int) -> jax.Array:
+        """Return the embeddings of a step without any, which stay on the device."""
+        assert self._embeds is not None
+        if num_tokens not in self._no_embeds:
+            width, dtype = self._embeds
+            self._no_embeds[num_tokens] = self._put(np.zeros((num_tokens, width), dtype))
+        return self._no_embeds[num_tokens]
 
     def sample(self, hidden_se: jax.Array, inputs: SamplingInputs) -> jax.Array:
         """Start sampling; return the outputs as one array, with the copy to the host started.
@@ -476,7 +503,7 @@ class ModelRunner:
             self._nothing[num_rows] = self._put(words_of_singles(no_singles(num_rows))), self._put(masks)
         return self._nothing[num_rows]
 
-    def _put(self, array: I32) -> jax.Array:
+    def _put(self, array: NDArray[Any]) -> jax.Array:
         """Return the array on every device. In several processes, `device_put` would compile a comparison."""
         return jax.make_array_from_callback(array.shape, self._last_tokens.sharding, lambda part: array[part])
 
@@ -522,6 +549,7 @@ class ModelRunner:
         self._params, self._head_params = {}, {}
         self._pool.release()
         self._nothing.clear()
+        self._no_embeds.clear()
         for array in jax.tree.leaves(self._counts):
             if not array.is_deleted():
                 array.delete()

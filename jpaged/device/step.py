@@ -83,7 +83,7 @@ from jpaged.models.layer_kinds import KVGroups, get_states
 from jpaged.models.layers import Attend, Params
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode, LayerPlace
-from jpaged.models.tokens import HeadsKernel, PooledRows, StateShardings, TokenBatch
+from jpaged.models.tokens import HeadsKernel, InputEmbeds, PooledRows, StateShardings, TokenBatch
 from jpaged.types import POOLINGS
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 _RUNS = {"kv_begins_s", "run_starts_s1", "num_runs"}
 _ADAPTERS = {"adapters_t"}
-_STATES = {"state_sources_s", "state_slots_s"}
+_STATES = {"state_sources_s", "state_slots_s", "is_draft_s"}
 _ENCODED = {"poolings_s", "pair_starts_s"}
 _Order = ContextOrder | RankOrder | None
 
@@ -99,14 +99,20 @@ _Order = ContextOrder | RankOrder | None
 def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """Return the buffer of a forward call with T tokens: the fields of `StepInputs`, whose names encode their shapes.
 
-    Fields of runs with a shared prefix, of adapters, of recurrent state and of encoders are included only if the
-    geometry has them.
+    Fields of runs with a shared prefix, of adapters, of recurrent state, of encoders and of input embeddings are
+    included only if the geometry has them. The embeddings themselves are a separate argument.
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
-    left_out = {"num_tokens", *(_RUNS if geometry.cascade is None else ()), *(() if geometry.max_loras else _ADAPTERS)}
+    left_out = {
+        "num_tokens",
+        "draft_slots_sk",
+        *(_RUNS if geometry.cascade is None else ()),
+        *(() if geometry.max_loras else _ADAPTERS),
+    }
     left_out |= set() if geometry.state_bytes else _STATES
     left_out |= set() if geometry.is_encoder else _ENCODED
+    left_out |= {"embeds_te", *(() if geometry.embed_width else ("is_embed_t",))}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
@@ -161,10 +167,14 @@ class Step:
         pool: Shaped[Array, "P B ..."] | StatefulPool,
         last_tokens_s: Int[Array, "S"],
         words: Int[Array, "W"],
+        embeds_te: Float[Array, "T E"] | None = None,
         *,
         packing: Packing,
     ) -> tuple[Any, ...]:
         """Run the layers on packed inputs.
+
+        Args:
+            embeds_te: input embeddings, for the tokens of `is_embed_t`; None if the program takes none.
 
         If the pool has 8 bits, the parameters have its scales as "kv_scales" `[G * L, K, 2]`, group by group; those of
         a stage are together.
@@ -175,6 +185,8 @@ class Step:
             over the tokens of each row.
         """
         inputs = packing.unpack(words)
+        if embeds_te is not None:
+            inputs["embeds_te"] = embeds_te
         sampled_t = last_tokens_s[inputs["prev_sampled_rows_t"]]
         ids_t = jnp.where(inputs["is_prev_sampled_t"], sampled_t, inputs["token_ids_t"])
         hidden_te, pool, features = self.run_watched(params, pool, ids_t, inputs)
@@ -344,6 +356,7 @@ class Step:
         types_t: jax.Array | None = None
         if (pair_starts_s := inputs.get("pair_starts_s")) is not None:
             types_t = PooledRows.of(inputs["query_starts_s1"], len(ids_t)).types(pair_starts_s)
+        embeds_te = inputs.get("embeds_te")
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
         num_chunks, num_parts = self.state_parts(len(ids_t))
         return TokenBatch(
@@ -358,6 +371,7 @@ class Step:
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
             types_t=types_t,
+            embeds=None if embeds_te is None else InputEmbeds(inputs["is_embed_t"], embeds_te),
         )
 
     def packed_sample(

@@ -215,8 +215,10 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
         num_runs=0,
         state_sources_s=np.zeros(max_rows, np.int32),
         state_slots_s=np.zeros(max_rows, np.int32),
+        is_draft_s=np.zeros(max_rows, np.bool_),
         poolings_s=np.zeros(max_rows, np.int32),
         pair_starts_s=np.full(max_rows, geometry.max_model_len, np.int32),
+        is_embed_t=np.zeros(num_padded, np.bool_),
     )
 
 

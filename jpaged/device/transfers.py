@@ -44,7 +44,7 @@ from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.device_info import physical_host_bytes
 from jpaged.device.mesh import MODEL_AXIS, contents_spec, on_shards, pool_spec, replicated
 from jpaged.device.model_runner import KVPool
-from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
+from jpaged.engine.executor import NULL_BLOCK, BlockArrays, BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
 
@@ -142,8 +142,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
+    """Contents in flight to host blocks; a row for block 0 is dropped.
+
+    Attributes:
+        at_device: the contents on the device, if they stay there until they have landed.
+    """
+
     contents: jax.Array
     block_ids: list[int]
+    at_device: jax.Array | None = None
 
 
 class HostPool:
@@ -162,15 +169,20 @@ class HostPool:
             raise InvalidArgument("swap_space", f"cannot allocate {num_bytes / _GIB:.2f} GiB of host memory") from error
         self.on_the_way: deque[_Transfer] = deque()
 
-    def receive(self, contents: jax.Array, block_ids: list[int]) -> None:
-        """Start the copy of device blocks to the host blocks with these ids. Padding after them is ignored."""
+    def receive(self, contents: jax.Array, block_ids: list[int], *, stays_on_device: bool = False) -> None:
+        """Start the copy of device blocks to the host blocks with these ids. Padding after them is ignored.
+
+        Args:
+            stays_on_device: a swap-in is expected, which then reads the device's copy.
+        """
         while len(self.on_the_way) >= MAX_ON_THE_WAY:
             self._land()
+        at_device = contents if stays_on_device else None
         if self._staging is not None:
             contents = copy_to(contents, self._staging)
         else:
             contents.copy_to_host_async()
-        self.on_the_way.append(_Transfer(contents, block_ids))
+        self.on_the_way.append(_Transfer(contents, block_ids, at_device))
 
     def land_ready(self) -> None:
         """Write the transfers that have arrived, in order: a later one may be to the same block."""
@@ -183,7 +195,9 @@ class HostPool:
             self._land()
 
     def read(self, block_ids: Sequence[int], num_padded: int) -> NDArray | jax.Array:
-        """Return a new array of these blocks, after waiting for transfers in flight to them. Padding is zeros."""
+        """Return a new array of these blocks, after waiting for transfers in flight to them. Padding is undefined."""
+        if (at_device := self._find_on_device(block_ids, num_padded)) is not None:
+            return at_device
         wanted = set(block_ids)
         while any(not wanted.isdisjoint(transfer.block_ids) for transfer in self.on_the_way):
             self._land()
@@ -192,6 +206,19 @@ class HostPool:
         np.take(self._blocks, block_ids, axis=0, out=contents[: len(block_ids)], mode="clip")
         contents[len(block_ids) :] = 0
         return self._parts.to_devices(contents, (num_padded, *self._block_shape))
+
+    def _find_on_device(self, block_ids: Sequence[int], num_padded: int) -> jax.Array | None:
+        """Return blocks that one transfer in flight, the last one to each of them, still has on the device."""
+        wanted = set(block_ids)
+        found = [transfer for transfer in self.on_the_way if not wanted.isdisjoint(transfer.block_ids)]
+        if len(found) != 1 or found[0].at_device is None or not wanted.issubset(found[0].block_ids):
+            return None
+        (transfer,), at_device = found, found[0].at_device
+        if transfer.block_ids == list(block_ids) and len(at_device) == num_padded:
+            return at_device
+        rows = [transfer.block_ids.index(block_id) for block_id in block_ids]
+        chosen = at_device[np.array(rows + [0] * (num_padded - len(rows)), np.int32)]
+        return jax.device_put(chosen, at_device.sharding)
 
     @property
     def is_whole(self) -> bool:
@@ -217,14 +244,35 @@ class HostPool:
         self._blocks[transfer.block_ids] = contents[: len(transfer.block_ids)]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where arrays of blocks belong: `HostBlocks.place`.
+
+    Attributes:
+        sharding: of the contents of blocks, [C, *block].
+    """
+
+    layout: KVLayout
+    sharding: NamedSharding
+
+
 class WholeHostBlocks:
     """Implements `engine.executor.HostBlocks` over a pool of which this process holds all parts of each block.
 
     Args:
         identity: computes the KV identity (`kv_fingerprint`); called at the first use.
+        read: reads device blocks into new arrays.
     """
 
-    def __init__(self, pool: HostPool, identity: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        identity: Callable[[], bytes],
+        place: BlockPlace,
+        read: Callable[[Sequence[int]], Iterator[tuple[jax.Array, int]]],
+    ) -> None:
+        self.place = place
+        self._read = read
         self._pool = pool
         self._blocks = pool.blocks
         self._make_identity = identity
@@ -251,6 +299,21 @@ class WholeHostBlocks:
         self._pool.land_ready()
         wanted = set(block_ids)
         return all(wanted.isdisjoint(transfer.block_ids) for transfer in self._pool.on_the_way)
+
+    def read(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> BlockArrays:
+        """Start to read device blocks, then host blocks; see `HostBlocks.read`."""
+        read = [*self._read(block_ids)]
+        for some, size in _iter_sizes(host_block_ids, _SIZES):
+            contents = self._pool.read(some, size)
+            read.append((jax.device_put(contents, self.place.sharding), len(some)))
+        return BlockArrays(tuple(array for array, _ in read), tuple(count for _, count in read))
+
+    def receive(self, contents: BlockArrays, block_ids: Sequence[int]) -> None:
+        """Start to write rows of arrays to host blocks; see `HostBlocks.receive`."""
+        start = 0
+        for array, count in zip(contents.arrays, contents.num_rows, strict=True):
+            self._pool.receive(array, [*block_ids[start : start + count]], stays_on_device=True)
+            start += count
 
     def kv_identity(self) -> bytes:
         """Return the digest that the bytes depend on; the first call waits until every weight is read."""
@@ -349,6 +412,15 @@ class BlockMover:
                 contents = self._host.read(sources, size)
                 self._pool.put(executable(self._pool.take(), contents, _padded(destinations, size)))
 
+    def read(self, block_ids: Sequence[int], programs: ProgramStore) -> Iterator[tuple[jax.Array, int]]:
+        """Start to read blocks; yield arrays in the order of the ids, and the number of their rows without padding."""
+        _check_ids("read blocks", [*block_ids], self._layout.num_blocks)
+        for some, size in _iter_sizes(block_ids, programs.sizes(Move.SWAP_OUT.value)):
+            pool = self._pool.take()
+            contents = programs.find(ProgramSpec(Move.SWAP_OUT.value, size))(pool, _padded(some, size))
+            self._pool.put(pool)
+            yield contents, len(some)
+
     def wait(self) -> None:
         """Wait until every move has run, and swapped-out blocks are in host memory."""
         self._host.land_all()
@@ -372,6 +444,15 @@ def iter_copies(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, 
         sources, destinations = moves.sources[part], moves.destinations[part]
         size = next(size for size in sizes if size >= len(sources))
         yield size, np.stack((_padded(sources, size), _padded(destinations, size)))
+
+
+def _iter_sizes(block_ids: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+    """Yield ids for calls of some sizes, with little padding: largest first, padding only in the smallest."""
+    start = 0
+    while start < len(block_ids):
+        size = max((size for size in sizes if size <= len(block_ids) - start), default=sizes[0])
+        yield [*block_ids[start : start + size]], size
+        start += size
 
 
 def _padded(block_ids: list[int], size: int) -> NDArray[np.int32]:

@@ -487,8 +487,13 @@ class EngineCore:
             assert self._executor.sleeper is not None
             try:
                 self._executor.sleeper.wake_up(tag)
-            except (InvalidArgument, NotFound, Unsupported) as error:  # of the files of discarded weights
-                return error
+            except Exception as error:  # of the files of discarded weights, which a caller may restore
+                if isinstance(error, InvalidArgument | NotFound | Unsupported):
+                    return error
+                if tag != "weights" or self.sleep_level < 2:
+                    raise
+                problem = f"the weights cannot be read again: {type(error).__name__}: {error}"
+                return Unavailable(f"{problem}; they stay asleep until wake_up or a complete update succeeds")
             self.asleep.discard(tag)
             if tag == "weights" and self.sleep_level > 1:
                 self.begin_version(None)

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine, gather, update_replicas, when_all_are_done
@@ -142,9 +143,9 @@ class ReplicaRouter:
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
         weights = b"" if source is None else source.weights
         root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
-        if isinstance(token_ids, PackedTokens):
+        if isinstance(token_ids, PackedTokens) and not request.block_digests:
             return tuple(hash_blocks(root, token_ids.packed[: 4 * num_blocks * size], size))
-        return tuple(block_keys(root, token_ids[: num_blocks * size], size))
+        return tuple(block_keys(root, token_ids[: num_blocks * size], size, request.block_digests))
 
     def _cost(self, request: Request) -> int:
         sampling = request.sampling
@@ -361,8 +362,12 @@ class DataParallelEngine:
         return gather([engine.pause(mode) for engine in self._engines], lambda results: None)
 
     def resume(self) -> Future[None]:
-        """Resume every replica; see `Engine.resume`."""
-        return gather([engine.resume() for engine in self._engines], lambda results: None)
+        """Resume every replica; see `Engine.resume`. If a sleep waits for some of them, the others wake up."""
+        is_pending = not all(engine.asleep for engine in self._engines)
+        parts: list[Future[Any]] = [
+            engine.wake_up() if is_pending and engine.asleep else engine.resume() for engine in self._engines
+        ]
+        return gather(parts, lambda results: None)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
         """Release the device memory of every replica; see `Engine.sleep`."""

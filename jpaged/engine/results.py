@@ -177,7 +177,8 @@ class ResultProcessor:
                 break
             self._process_accepted({row: schedule.row_at(row, step) for row in continuing}, outputs.at(step), now_s, ())
         for row, count in enumerate(counts):
-            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)
+            slot = rounds.state_slots_r.item(row)
+            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1, slot)
         proposed, accepted = (
             counted[: rounds.num_rounds, : len(counts)].ravel().tolist()
             for counted in (rounds.num_proposed_nr, rounds.num_accepted_nr)

@@ -197,7 +197,8 @@ class Sequence:
     def branch(self, index: int) -> Sequence:
         """Return a new sequence with the same tokens and state, without blocks."""
         twin = Sequence(index, list(self.token_ids), self.kv.new_like(), self.status)
-        twin.num_prompt_tokens, twin.rope_len = self.num_prompt_tokens, self.rope_len
+        twin.num_prompt_tokens, twin.num_given_tokens = self.num_prompt_tokens, self.num_given_tokens
+        twin.rope_len = self.rope_len
         twin.cumulative_logprob, twin.versions = self.cumulative_logprob, self.versions
         return twin
 
@@ -341,7 +342,8 @@ class SequenceGroup:
         prompt = request.prompt_token_ids
         packed = prompt.packed if isinstance(prompt, PackedTokens) else b""
         for i in range(num_sequences):
-            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner, packed), continued.get(i)
+            kv = SequenceBlocks(max_blocks, root, num_kv_groups, owner, request.block_digests, packed)
+            behind = continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(prompt), kv, grammar=grammar)
             if behind is not None:

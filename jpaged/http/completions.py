@@ -133,6 +133,8 @@ class CompletionJob:
             told = renamed(error, self.job.names)
             if len(self.job.prompts) > 1 and told.field.partition(".")[0] == "prompt":
                 told = type(error)(f"prompt[{number}]", error.problem)
+            if len(self.job.prompts) > 1 and told.field == "prompt_embeds":
+                told = type(error)(f"prompt_embeds[{number}]", error.problem)
             raise told from error
 
 

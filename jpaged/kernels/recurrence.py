@@ -1,5 +1,7 @@
 """Recurrent layers over packed rows: states, short convolutions, the delta rule and Mamba-2. XLA is the reference.
 
+Decays are of each head, or of each channel of its keys (Kimi Delta Attention).
+
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
 row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
 
@@ -9,6 +11,14 @@ row from one slot and writes it to another. So a fork costs no copy: the first s
     row 2                     w         a sequence that begins reads nothing: its state is zero
 
 All rows are read before the first one is written, so one row may take over the slot of another.
+
+Rows of draft tokens follow the row of their sequence. Each writes the state after its token to a slot of its own, so
+that a sequence continues with the slot of its last accepted token:
+
+    row       source   slot
+    r         1        1           t7, the last token
+    r + 1     1        5           a, a draft: after the token of row r
+    r + 2     1        6           b, a draft: after a; if only a is accepted, slot 5 is the state
 
 Three backends update matrices. The bits of a row depend on no other row.
 
@@ -33,7 +43,12 @@ from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 
 BLOCK_LEN, SHORT_LEN = 64, 16
-"""Tokens of a block, and of the longest rows that are computed all at once."""
+"""Tokens of a block, and of the longest rows that are computed all at once.
+
+Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has its own decay.
+"""
+_ZEROS, _ROW_BEFORE = -1, -2
+"""Sources of rows in the C++ kernel that are no slots: a sequence begins, or continues the row before."""
 
 
 def _whole(function: Callable[..., Any], axes_in: Sequence[int | None], axes_out: Sequence[int]) -> Callable[..., Any]:
@@ -72,16 +87,20 @@ class RecurrentRows:
 
     Attributes:
         starts_s1: first packed token of each row, and the end.
+        firsts_s: first token of its sequence in the step: that of another row for draft tokens.
         is_first_s: the row begins its sequence.
-        sources_s: slot from which the state is read.
+        is_draft_s: the row continues the one before it.
+        sources_s: slot from which the state before the first token is read.
         slots_s: slot to which it is written; 0 for padding.
         rows_t: row of each token.
-        offsets_t: tokens of the same row before each token.
+        offsets_t: tokens of the same sequence before each token.
         kernel: updates matrices. Static.
     """
 
     starts_s1: jax.Array
+    firsts_s: jax.Array
     is_first_s: jax.Array
+    is_draft_s: jax.Array
     sources_s: jax.Array
     slots_s: jax.Array
     rows_t: jax.Array
@@ -97,11 +116,22 @@ class RecurrentRows:
         slots_s: jax.Array,
         num_tokens: int,
         kernel: RecurrenceKernel = _TOKENS,
+        is_draft_s: jax.Array | None = None,
     ) -> RecurrentRows:
-        """Return the rows of a step of `num_tokens` packed tokens, including padding."""
+        """Return the rows of a step of `num_tokens` packed tokens, including padding.
+
+        Args:
+            is_draft_s: None if no row has draft tokens.
+        """
         t, last = jnp.arange(num_tokens, dtype=jnp.int32), len(starts_s1) - 2
         rows_t = jnp.minimum((t[:, None] >= starts_s1[None, 1:]).sum(axis=1, dtype=jnp.int32), last)
-        return cls(starts_s1, is_first_s, sources_s, slots_s, rows_t, t - starts_s1[rows_t], kernel)
+        firsts_s = starts_s1[:-1]
+        if is_draft_s is None:
+            is_draft_s = jnp.zeros(last + 1, bool)
+        else:
+            firsts_s = jax.lax.cummax(jnp.where(is_draft_s, 0, firsts_s))  # rows are packed in order
+        offsets_t = t - firsts_s[rows_t]
+        return cls(starts_s1, firsts_s, is_first_s, is_draft_s, sources_s, slots_s, rows_t, offsets_t, kernel)
 
     @classmethod
     def one(cls, num_tokens: int) -> RecurrentRows:
@@ -111,8 +141,8 @@ class RecurrentRows:
 
     @property
     def lens_s(self) -> jax.Array:
-        """Tokens of each row."""
-        return self.starts_s1[1:] - self.starts_s1[:-1]
+        """Tokens of each row, with those of the same sequence before it; 0 for rows that are not in use."""
+        return jnp.where(self.starts_s1[1:] > self.starts_s1[:-1], self.starts_s1[1:] - self.firsts_s, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -236,14 +266,14 @@ class Recurrence:
     Attributes:
         q_tkd, k_tkd: queries and keys; each key head is that of H / K consecutive value heads.
         x_thv: u; for the gated delta rule the value, of which u is made.
-        log_decays_th: logarithms of the decays, at most 0.
-        strengths_th: of the gated delta rule, whose u is strength * (x - decay * k S). None for Mamba-2.
+        log_decays: logarithms of the decays, at most 0: `[T, H]`, or `[T, H, D]` if each row of S has its own.
+        strengths_th: of the gated delta rule, whose u is strength * (x - k (decay * S)). None for Mamba-2.
     """
 
     q_tkd: jax.Array
     k_tkd: jax.Array
     x_thv: jax.Array
-    log_decays_th: jax.Array
+    log_decays: jax.Array
     strengths_th: jax.Array | None = None
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> Recurrence:
@@ -253,10 +283,14 @@ class Recurrence:
 
 
 def gated_delta_rule(
-    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decays_th: jax.Array, strengths_th: jax.Array
+    q_tkd: jax.Array, k_tkd: jax.Array, v_thv: jax.Array, log_decays: jax.Array, strengths_th: jax.Array
 ) -> Recurrence:
-    """Return the gated delta rule (Yang et al. 2024, arXiv 2412.06464) of some tokens."""
-    return Recurrence(q_tkd, k_tkd, v_thv, log_decays_th, strengths_th)
+    """Return the gated delta rule (Yang et al. 2024, arXiv 2412.06464) of some tokens.
+
+    Args:
+        log_decays: `[T, H]`, or `[T, H, D]` for Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692).
+    """
+    return Recurrence(q_tkd, k_tkd, v_thv, log_decays, strengths_th)
 
 
 def selective_scan(
@@ -311,13 +345,14 @@ def _recur_by_tokens(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     """
     group = one.x_thv.shape[1] // one.q_tkd.shape[1]
     q_thd, k_thd = (jnp.repeat(x, group, axis=1) for x in (one.q_tkd, one.k_tkd))
-    decays_th = jnp.exp(one.log_decays_th)
+    decays_thd = jnp.exp(one.log_decays).reshape(*one.x_thv.shape[:2], -1)
 
     def run(token: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         outputs, states = carry
         row = rows.rows_t[token]
         q, k, u = q_thd[token], k_thd[token], one.x_thv[token]
-        state = states[row] * decays_th[token, :, None, None]
+        source = jnp.where(rows.is_draft_s[row] & (token == rows.starts_s1[row]), row - 1, row)
+        state = states[source] * decays_thd[token][:, :, None]
         if one.strengths_th is not None:
             u = (u - jnp.sum(state * k[:, :, None], axis=1)) * one.strengths_th[token, :, None]
         state = state + k[:, :, None] * u[:, None, :]
@@ -330,14 +365,15 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     """Run short rows all at once, and the blocks of long rows one after another.
 
     Shapes of a block do not depend on the step, and unused places of a block are zeros. So the bits of a row do not
-    depend on other rows.
+    depend on other rows. A row of a draft token runs all tokens of its sequence in the step, which are few.
     """
-    num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.starts_s1[:-1]
+    num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.firsts_s
     is_short_s = (lens_s > 0) & (lens_s <= SHORT_LEN)
     places_sc = starts_s[:, None] + jnp.arange(SHORT_LEN)
     used_sc = (jnp.arange(SHORT_LEN) < lens_s[:, None]) & is_short_s[:, None]
     short = one.map(lambda x: _masked(x[jnp.minimum(places_sc, num_tokens - 1)], used_sc))
-    o_schv, after = jax.vmap(_run_block)(short, states)
+    run_block = _run_block if one.log_decays.ndim == 2 else _run_channels
+    o_schv, after = jax.vmap(run_block)(short, states)
     states = jnp.where(is_short_s[:, None, None, None], after, states)
     o_thv = _masked(o_schv[rows.rows_t, jnp.minimum(rows.offsets_t, SHORT_LEN - 1)], is_short_s[rows.rows_t])
     # Long rows of n tokens have ceil(n / 64) blocks, which is at most n / 17, and n / 64 + 1.
@@ -356,7 +392,7 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
         begin = jnp.minimum(starts_s[row] + before, num_tokens)
         is_used_c = jnp.arange(BLOCK_LEN) < num_used
         tokens = padded.map(lambda x: _masked(jax.lax.dynamic_slice_in_dim(x, begin, BLOCK_LEN), is_used_c))
-        o_chv, state = _run_block(tokens, states[row])
+        o_chv, state = run_block(tokens, states[row])
         old_chv = jax.lax.dynamic_slice_in_dim(outputs, begin, BLOCK_LEN)
         o_chv = jnp.where(is_used_c[:, None, None], o_chv, old_chv)
         states = states.at[row].set(jnp.where(num_used > 0, state, states[row]))
@@ -379,7 +415,7 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
     (num_tokens, num_keys, _), (_, num_heads, _) = one.q_tkd.shape, one.x_thv.shape
     grouped = num_keys, num_heads // num_keys
     x_kgcv = jnp.moveaxis(one.x_thv.reshape(num_tokens, *grouped, -1), 0, 2)
-    logs_kgc = jnp.moveaxis(one.log_decays_th.reshape(num_tokens, *grouped), 0, 2)
+    logs_kgc = jnp.moveaxis(one.log_decays.reshape(num_tokens, *grouped), 0, 2)
     state_kgdv = state_hdv.reshape(*grouped, *state_hdv.shape[1:])
     is_later, is_seen = (jnp.tril(jnp.ones((num_tokens, num_tokens), bool), last) for last in (-1, 0))
     # One sum for each pair: differences of sums from the beginning would lose digits of small decays after large ones.
@@ -400,6 +436,64 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
     written_kgdv = _product("ckd,kgcv->kgdv", one.k_tkd, decays_kgcj[..., -1, :, None] * u_kgcv)
     state_kgdv = since_kgc1[..., -1:, :] * state_kgdv + written_kgdv
     return jnp.moveaxis(o_kgcv, 2, 0).reshape(one.x_thv.shape), state_kgdv.reshape(state_hdv.shape)
+
+
+def _run_channels(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `_run_block` if each channel of a key has its own decay, which is part of its products."""
+    num_tokens, num_heads, _ = one.x_thv.shape
+    group = num_heads // one.q_tkd.shape[1]
+    q_hcd, k_hcd = (jnp.repeat(x, group, axis=1).swapaxes(0, 1) for x in (one.q_tkd, one.k_tkd))
+    u_hcv, logs_hcd = one.x_thv.swapaxes(0, 1), one.log_decays.swapaxes(0, 1)
+    since_hcd = jnp.exp(jnp.cumsum(logs_hcd, axis=1))
+    scores_hcj, keys_hcj = _multiply_decayed((q_hcd, k_hcd), k_hcd, logs_hcd)
+    if one.strengths_th is not None:
+        strengths_hc1 = one.strengths_th.T[..., None]
+        known_hcv = _product("hcd,hdv->hcv", since_hcd * k_hcd, state_hdv)
+        is_later = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), -1)
+        inverse_hcj = _inverse(jnp.where(is_later, strengths_hc1 * keys_hcj, 0))
+        u_hcv = _product("hcj,hjv->hcv", inverse_hcj, strengths_hc1 * (u_hcv - known_hcv))
+    o_hcv = _product("hcd,hdv->hcv", since_hcd * q_hcd, state_hdv) + _product("hcj,hjv->hcv", scores_hcj, u_hcv)
+    written_hdv = _product("hcd,hcv->hdv", jnp.exp(_sum_later(logs_hcd)) * k_hcd, u_hcv)
+    return o_hcv.swapaxes(0, 1), since_hcd[:, -1, :, None] * state_hdv + written_hdv
+
+
+def _multiply_decayed(vectors: Sequence[jax.Array], k_hcd: jax.Array, logs_hcd: jax.Array) -> list[jax.Array]:
+    """Return x(t) (d(t, j) * k(j)) for each of some vectors x and j <= t, and zeros for other pairs, `[H, C, C]`.
+
+    Between parts of `SHORT_LEN` tokens, the decay d(t, j) is two factors, before and from the first token of t's part:
+
+        . . j . | . . . . | . . t .
+              └────────┘    └─┘
+
+    Neither is above 1, so nothing overflows, and a product is zero only if it is too small for float32. Within a part,
+    pairs at each distance are multiplied one by one. Logarithms are only added: see `_run_block`.
+    """
+    num_tokens, places = k_hcd.shape[1], np.arange(k_hcd.shape[1])
+    starts_p, apart = places[::SHORT_LEN], places[:, None] - places
+    parts = len(starts_p), min(SHORT_LEN, num_tokens)
+    is_before_pc1 = (places < starts_p[:, None])[..., None]
+    before_hpcd = jnp.exp(_sum_later(jnp.where(is_before_pc1, logs_hcd[:, None], 0)))
+    k_hpcd = jnp.where(is_before_pc1, before_hpcd * k_hcd[:, None], 0)
+    inside_hpcd = jnp.exp(jnp.cumsum(logs_hcd.reshape(len(logs_hcd), *parts, -1), axis=2))
+    found = [
+        _product("hpcd,hpjd->hpcj", x.reshape(inside_hpcd.shape) * inside_hpcd, k_hpcd).reshape(-1, *apart.shape)
+        for x in vectors
+    ]
+    sums_hcd, earlier_hcd = jnp.zeros_like(logs_hcd), logs_hcd
+    for distance in range(parts[1]):
+        is_pair = (apart == distance) & (places[:, None] % SHORT_LEN >= distance)
+        decayed_hcd = jnp.exp(sums_hcd) * k_hcd
+        for index, x in enumerate(vectors):
+            found[index] = jnp.where(is_pair, jnp.sum(x * decayed_hcd, axis=-1, keepdims=True), found[index])
+        sums_hcd = sums_hcd + earlier_hcd
+        earlier_hcd, k_hcd = (jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :num_tokens] for x in (earlier_hcd, k_hcd))
+    return found
+
+
+def _sum_later(logs: jax.Array) -> jax.Array:
+    """Return the sum over all later tokens for each token, `[..., C, D]`."""
+    later = jnp.concatenate((logs[..., 1:, :], jnp.zeros_like(logs[..., :1, :])), axis=-2)
+    return jnp.flip(jnp.cumsum(jnp.flip(later, axis=-2), axis=-2), axis=-2)
 
 
 def _inverse(matrix: jax.Array) -> jax.Array:
@@ -442,10 +536,10 @@ def _recur_in_place(
     shapes = (jax.ShapeDtypeStruct(one.x_thv.shape, jnp.float32), jax.ShapeDtypeStruct(states.shape, jnp.float32))
     run = jax.ffi.ffi_call(f"{NAME}_recur", shapes, input_output_aliases={9: 1})
     strengths = jnp.zeros((0,), jnp.float32) if one.strengths_th is None else one.strengths_th
-    sources_s = jnp.where(rows.is_first_s, -1, rows.sources_s)
+    sources_s = jnp.where(rows.is_first_s, _ZEROS, jnp.where(rows.is_draft_s, _ROW_BEFORE, rows.sources_s))
     numbers = (x.astype(jnp.int32) for x in (jnp.asarray(layer), rows.starts_s1, sources_s, rows.slots_s))
     o_thv, states = run(
-        *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays_th), strengths, *numbers, states),
+        *(one.q_tkd, one.k_tkd, one.x_thv, jnp.exp(one.log_decays), strengths, *numbers, states),
         max_width=np.int64(rows.kernel.max_width),
         max_threads=np.int64(rows.kernel.max_threads),
     )

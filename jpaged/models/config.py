@@ -166,6 +166,7 @@ class ModelConfig:
         bos_token_id: token that begins a prompt; None if the checkpoint has none within the vocabulary.
         checkpoint_dtype: dtype of the weights in the checkpoint's config: float32, bfloat16 or float16.
         quantization: which matrices are quantized, and how; None has none.
+        widened_method: quantization of the files whose matrices become weights when they are read; None for none.
         mixture: the experts of sparse layers; None if there are none.
         has_dp_attention: each device runs the attention of some sequences, with all heads; otherwise for some heads. It
             does not come from config.json.
@@ -185,6 +186,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
     quantization: Quantization | None = None
+    widened_method: str | None = None
     mixture: Mixture | None = None
     has_dp_attention: bool = False
     first_layer: int = 0
@@ -225,6 +227,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """True if tokens see later ones: the model embeds and classifies prompts, and generates nothing."""
         return not all(kind.attention.is_causal for kind in self.layer_kinds)
+
+    @property
+    def embed_width(self) -> int:
+        """Width of input embeddings that may replace tokens; 0 if layers need the tokens themselves."""
+        return self.hidden_size
 
     @property
     def num_attention_layers(self) -> int:

@@ -53,6 +53,7 @@ class Family(Generic[ConfigT]):
         ignored: parts of tensor names that are in checkpoints and without effect.
         lm_head: the name of the output matrix.
         name_prefix: prefix of all names except the output matrix, given the names in a checkpoint.
+        other_names: parts of names of a layer's tensors, and what some checkpoints have in place of each.
         ignores_later_layers: checkpoints have layers after those of the model, for drafts.
         overflows_float16: hidden states of trained models exceed float16's largest number.
         language: for a multimodal model, returns the fields of the language model, given those of the whole; it also
@@ -69,6 +70,7 @@ class Family(Generic[ConfigT]):
     layers_prefix: str = "layers."
     ignored: tuple[str, ...] = ()
     lm_head: str = LM_HEAD
+    other_names: tuple[tuple[str, str], ...] = ()
     ignores_later_layers: bool = False
     overflows_float16: bool = False
     language: Callable[[JsonFields], JsonFields] | None = None

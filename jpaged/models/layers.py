@@ -679,6 +679,19 @@ class Ends(Module, abc.ABC):
     def begin(self, tokens: TokenBatch) -> tuple[Any, Any]:
         """Return the input of the first layer (usually hidden states `[T, E]`) and the values that all layers share."""
 
+    def embed_inputs(self, tokens: TokenBatch, scale: float = 1.0, *, scales_given: bool = False) -> jax.Array:
+        """Return the embeddings of tokens times a scale, with those that callers give in place of tokens.
+
+        Args:
+            scales_given: the scale also multiplies the given ones.
+        """
+        x_te, given = self.embed(tokens.ids_t), tokens.embeds
+        if given is not None and scales_given:
+            x_te, given = given.replace(x_te), None
+        if scale != 1:
+            x_te = x_te * jnp.asarray(scale, x_te.dtype)
+        return x_te if given is None else given.replace(x_te)
+
     def end(self, x: Any) -> jax.Array:
         """Return the hidden states `[T, E]` of the last layer's output."""
         return x

@@ -12,6 +12,7 @@ from jpaged.models.families import (
     encoders,
     gemma,
     gpt,
+    kimi_linear,
     lfm2,
     llama,
     mamba,
@@ -24,7 +25,7 @@ from jpaged.models.family import AnyFamily
 
 _FAMILIES = (
     *(llama, qwen_moe, deepseek, gemma),
-    *(gpt, opt, lfm2, qwen_next, mamba, variants, encoders),
+    *(gpt, opt, lfm2, qwen_next, kimi_linear, mamba, variants, encoders),
 )
 
 ARCHITECTURES: Mapping[str, AnyFamily] = {

@@ -183,9 +183,11 @@ def with_dp_attention(config: ModelConfig) -> ModelConfig:
     """Return the config with data-parallel attention: each device runs the attention of some sequences.
 
     Raises:
-        InvalidArgument: keys are not latents, or devices have parts of experts. Heads that divide over the devices
-            split the cache already.
+        InvalidArgument: keys are not latents, devices have parts of experts, or the model has recurrent layers. Heads
+            that divide over the devices split the cache already.
     """
+    if config.num_recurrent_layers:
+        raise InvalidArgument("enable_dp_attention", f"is on, but {config.architecture} has recurrent layers")
     if config.value_dim is None:
         raise InvalidArgument(
             "enable_dp_attention", f"is on, but {config.architecture} has no latent cache, which devices would repeat"

@@ -64,6 +64,24 @@ class StateShardings:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
+class InputEmbeds:
+    """Embeddings that a caller gives in place of some tokens.
+
+    Attributes:
+        is_embed_t: bool `[T]`, the tokens that they replace.
+        values_te: `[T, E]` in the model's type.
+    """
+
+    is_embed_t: jax.Array
+    values_te: jax.Array
+
+    def replace(self, x_te: jax.Array) -> jax.Array:
+        """Return embeddings of tokens, with the given ones in their places."""
+        return jnp.where(self.is_embed_t[:, None], self.values_te.astype(x_te.dtype), x_te)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The tokens of a call, packed in one axis T.
 
@@ -84,6 +102,7 @@ class TokenBatch:
         states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
         recurrent: the rows of recurrent layers; None for one row that begins its sequence.
         types_t: int32 `[T]`, the type of each token: 1 in the second text of a pair; None is 0 for all.
+        embeds: embeddings in place of some tokens; None if there are none.
     """
 
     ids_t: jax.Array
@@ -100,6 +119,7 @@ class TokenBatch:
     states: StateShardings | None = dataclasses.field(default=None, metadata={"static": True})
     recurrent: RecurrentRows | None = None
     types_t: jax.Array | None = None
+    embeds: InputEmbeds | None = None
 
     @property
     def rows(self) -> Rows:

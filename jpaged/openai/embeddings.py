@@ -108,7 +108,7 @@ class How:
         if limit is None:
             return tuple(token_ids)
         check_truncation(limit, max_model_len)
-        limit = max_model_len - 1 if limit == -1 else limit  # an input must be shorter than the model's limit
+        limit = max_model_len if limit == -1 else limit
         return tuple(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
 
 

@@ -255,6 +255,7 @@ def parse_job(line: Line, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
             "stream": job.streaming is not None,
             "echo": job.has_echo,
             "return_token_ids": job.has_token_ids,
+            "prompt_embeds": prompt.embeds is not None,
             "truncation_side": prompt.truncation_side != "left",
             "add_special_tokens": not prompt.add_special_tokens or prompt.chat_options.add_special_tokens,
         }

@@ -204,7 +204,7 @@ VLLM: Mapping[str, Neutral] = {
     "ec_transfer_params": only({}),
     "vllm_xargs": only({}),
     "logits_processors": only([]),
-    "prompt_embeds": only([]),
+    "prompt_embeds": only([], advice="use /v1/completions"),
     "guided_decoding_backend": hint(str),
     "request_id": hint(str),
     "embed_dtype": only("float32"),
@@ -460,23 +460,14 @@ _SHARED = {
     *("return_tokens_as_token_ids", "use_beam_search", "truncation_side", "add_special_tokens", "echo", *GUIDED),
 }
 _SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
-OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "logprobs"}
+OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "prompt_embeds", "logprobs"}
 OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
 OF_ADAPTERS = {"lora_name", "lora_path"}
 OF_ANY = frozenset(
     {
         *(OF_COMPLETIONS | OF_CHATS | OF_ADAPTERS),
-        *(
-            "input",
-            "instructions",
-            "max_output_tokens",
-            "text",
-            "include",
-            "store",
-            "background",
-            "previous_response_id",
-            "truncation",
-        ),
+        *("input", "instructions", "max_output_tokens", "text", "include", "store", "background"),
+        *("previous_response_id", "truncation"),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations", "prompt_name"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
@@ -639,7 +630,7 @@ def completion_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DE
     names = _names(body)
     adds = flag_in(body, "add_special_tokens", default=True)
     length |= {"add_special_tokens": adds, "truncation_side": truncation_side_in(body)}
-    prompts = _prompts(body.get("prompt"))
+    prompts = _prompts_of_body(body)
     return Job(
         _sampling(body, logprobs, names, defaults),
         tuple(replace(one, **length, is_only_told=is_only_told) for one in prompts),
@@ -699,7 +690,7 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
-    if isinstance(error, RequestTooLong) or bare == "prompt":
+    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in ("max_tokens", "min_tokens")):
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # the caller has no names for nested fields
@@ -743,6 +734,22 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
         return None
     has_usage = bool(options.get("include_usage"))
     return Streaming(has_usage, has_usage and bool(options.get("continuous_usage_stats")))
+
+
+def _prompts_of_body(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
+    """Return the prompts of completions: first those of input embeddings, as in vLLM."""
+    given = body.get("prompt_embeds", [])
+    many = [given] if isinstance(given, str) else given
+    if not isinstance(many, list) or not all(isinstance(one, str) for one in many):
+        raise InvalidArgument("prompt_embeds", f"{shown(given)} is neither a base64 text nor a list of these")
+    for name in ("echo", "prompt_logprobs") if many else ():
+        if body.get(name, False) is not False:
+            raise InvalidArgument(name, "is not compatible with prompt_embeds, whose positions have no tokens")
+    prompts = _prompts(body.get("prompt")) if "prompt" in body or not many else ()
+    if len(many) + len(prompts) > MAX_PROMPTS:
+        problem = f"{len(many)} of them and {len(prompts)} others are over {MAX_PROMPTS} prompts"
+        raise InvalidArgument("prompt_embeds", problem)
+    return (*(Prompt(embeds=one) for one in many), *prompts)
 
 
 def _prompts(given: Any) -> tuple[Prompt, ...]:

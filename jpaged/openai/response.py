@@ -177,6 +177,7 @@ class AnswerSize:
         max_bytes: int,
     ) -> None:
         width = _width(sampling.logprobs, vocab_size) + len(sampling.logprob_token_ids or ())
+        width += 3 if sampling.sampling_logprobs else 0
         self._max_bytes = max_bytes
         self._prompt_field = "logprobs" if has_echo else "prompt_logprobs"
         self._bytes_of_prompt_token = _width(sampling.prompt_logprobs, vocab_size) * (
@@ -374,8 +375,20 @@ def completion_logprobs(positions: Sequence[Shown], token_text: TokenText, offse
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if isinstance(position, int) else position.chosen.logprob for position in positions],
         "top_logprobs": Items(lambda: map(top, positions)),
+        **_sampling_lists(positions),
         "text_offset": [offsets.add(token) for token in tokens],
         "bytes": Items(lambda: (None if token.data is None else list(token.data) for token in tokens)),
+    }
+
+
+def _sampling_lists(positions: Sequence[Shown]) -> dict[str, list[float | None]]:
+    """Return the lists of requests with `sampling_logprobs`, without values for the tokens of an echo."""
+    told = [None if isinstance(position, int) else position for position in positions]
+    if not told or told[-1] is None or told[-1].entropy is None:
+        return {}
+    return {
+        "sampling_logprobs": [None if one is None else one.sampling_logprob for one in told],
+        "entropies": [None if one is None else one.entropy for one in told],
     }
 
 
@@ -390,9 +403,11 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_text: TokenText) 
         chosen, shown = position.chosen, (*position.top, *position.asked)
         if position.asked and chosen.token_id not in {token.token_id for token in shown}:
             shown = (chosen, *shown)
+        of_sample = {"sampling_logprob": position.sampling_logprob, "entropy": position.entropy}
         return {
             **entry(chosen.token_id, chosen.logprob),
             "top_logprobs": [entry(token.token_id, token.logprob) for token in shown],
+            **({} if position.entropy is None else of_sample),
         }
 
     return {"content": Items(lambda: map(entries, positions))}
@@ -426,7 +441,7 @@ class ChunkBuilder:
         self._begun: set[int] = set()
         self._offsets: dict[int, TextOffsets] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
-        self._has_logprobs = job.sampling.logprobs is not None or bool(job.sampling.logprob_token_ids)
+        self._has_logprobs = job.sampling.returns_logprobs
         self._is_plain = not (
             self._has_logprobs or job.has_token_ids or job.is_only_told or self._how.continuous_usage_stats
         )

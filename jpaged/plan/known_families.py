@@ -294,6 +294,51 @@ LFM2_MOE = decoder(
 )
 
 
+KIMI_LINEAR = decoder(
+    "kimi-linear-48b-a3b",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+    FamilyShape(27, 2304, 9216, 32, 32),
+    architectures=["KimiLinearForCausalLM"],
+    model_type="kimi_linear",
+    vocab_size=163840,
+    head_dim=72,
+    model_max_length=1048576,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    mla_use_nope=True,
+    linear_attn_config={
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+    },
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
+    num_experts=256,
+    num_experts_per_token=8,
+    num_shared_experts=1,
+    moe_intermediate_size=1024,
+    moe_router_activation_func="sigmoid",
+    moe_renormalize=True,
+    routed_scaling_factor=2.446,
+    use_grouped_topk=True,
+    num_expert_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=0,
+    tie_word_embeddings=False,
+    bos_token_id=163584,
+    eos_token_id=163586,
+    torch_dtype="bfloat16",
+)
+
+
 def granite4_model(size: str, shape: FamilyShape, attending: tuple[int, ...], **settings: object) -> KnownModel:
     """Return a model of Granite 4."""
     types = ["attention" if index in attending else "mamba" for index in range(shape.num_layers)]

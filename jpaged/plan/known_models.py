@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from jpaged.plan.known_families import (
     GEMMA4_LARGE,
     GEMMA_3N,
+    KIMI_LINEAR,
     LFM2_MOE,
     FamilyShape,
     KnownModel,
@@ -96,6 +97,7 @@ DECODERS_MODELS = (
     lfm2_model("350m", 1024, 6656, 16),
     lfm2_model("1.2b", 2048, 12288, 32),
     LFM2_MOE,
+    KIMI_LINEAR,
     qwen35_model("9B", FamilyShape(32, 4096, 12288, 16, 4)),
     qwen35_model("35B-A3B", FamilyShape(40, 2048, 512, 16, 2), "Moe", num_experts=256, num_experts_per_tok=8),
     granite4_model(

@@ -100,6 +100,8 @@ def parse_prompt_prefix(
     elif kind == "chat":
         tools = b"".join(one.SerializeToString(deterministic=True) for one in request.chat.tools)
         content = _laid_out(request.chat)
+    elif kind == "prompt_embeds":
+        content = request.prompt_embeds.values[: CUTS[-1]]
     else:
         return None
     chain = _chain(_root(owner, request.adapter, salt, kind, tools), content)

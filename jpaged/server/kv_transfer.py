@@ -22,6 +22,7 @@ from jpaged.access.tls import FileWatch
 from jpaged.client.channel import Tls, open_channel, require_target
 from jpaged.client.errors import translated
 from jpaged.config import AccessOptions
+from jpaged.engine.executor import BlockOffer
 from jpaged.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 from jpaged.server.grpc_server import ServicerContext, status_on_error
 from jpaged.server.servicer import REQUEST_ID_KEY, call_from, get_tenant, prompt_from
@@ -56,6 +57,22 @@ def build_pieces(part: Sequence[BlockPiece]) -> prefixes_pb2.PrefixPieces:
         for piece in part
     ]
     return prefixes_pb2.PrefixPieces(pieces=pieces)
+
+
+def build_offer(offer: BlockOffer) -> prefill_pb2.BlockOffer:
+    """Convert an offer to a message."""
+    return prefill_pb2.BlockOffer(
+        uuid=offer.uuid,
+        address=offer.address,
+        dtype=offer.dtype,
+        block_shape=offer.block_shape,
+        parts=[prefill_pb2.BlockOfferPart(begin=part.begin, shape=part.shape) for part in offer.parts],
+        sizes=offer.sizes,
+        num_rows=offer.num_rows,
+        indices=[index for index, _ in offer.positions],
+        kv_groups=[kv_group for _, kv_group in offer.positions],
+        last_key=offer.last_key,
+    )
 
 
 def part_from(message: _Part) -> TransferHeader | Sequence[BlockPiece]:
@@ -138,7 +155,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: ServicerContext) -> None:
         """Send the first tokens, then the blocks; release the blocks however the call ends."""
         async with status_on_error(context):
-            self._role.check_identity(request.kv_identity)
+            has_same_layout = self._role.check_identity(
+                request.kv_identity, request.model_identity, request.data_protocol
+            )
             metadata = context.invocation_metadata() or ()
             call = dataclasses.replace(
                 call_from(
@@ -148,7 +167,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     context.peer(),
                     self._service.state.default_sampling,
                 ),
-                asked=RemotePrefillRequest(request.cache_tenant, request.adapter_digest, request.num_known_blocks),
+                asked=RemotePrefillRequest(
+                    request.cache_tenant,
+                    request.adapter_digest,
+                    request.num_known_blocks,
+                    request.data_protocol,
+                    request.block_size,
+                    has_same_layout,
+                ),
             )
             async with self._service.generate(call) as generation:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
@@ -157,12 +183,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     await context.write(prefill_pb2.PrefillResponse(told=told))
                 await self._send(generation, context)
 
+    async def FinishPull(
+        self, request: prefill_pb2.FinishPullRequest, context: ServicerContext
+    ) -> prefill_pb2.FinishPullResponse:
+        """End an offer."""
+        async with status_on_error(context):
+            self._role.finish_pull(request.uuid, is_received=request.is_received)
+        return prefill_pb2.FinishPullResponse()
+
     async def _send(self, generation: RequestHandle, context: ServicerContext) -> None:
         model = self._service.state.loaded()
         try:
             async with asyncio.timeout(model.config.roles.prefill_hold):
-                async for pieces in self._role.pieces(model, generation):
-                    await context.write(prefill_pb2.PrefillResponse(pieces=build_pieces(pieces)))
+                async for part in self._role.parts(model, generation):
+                    if isinstance(part, BlockOffer):
+                        await context.write(prefill_pb2.PrefillResponse(offer=build_offer(part)))
+                    else:
+                        await context.write(prefill_pb2.PrefillResponse(pieces=build_pieces(part)))
         except TimeoutError:  # the caller computes the blocks that were not sent
             model.role_counts.add(num_holds_expired=1)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, inference_pb2_grpc, prefixes_pb2
@@ -44,8 +45,10 @@ from jpaged.service.score_embed import CallerOptions, GivenContinuation, VectorO
 from jpaged.service.service import Service, ServiceState, Stage
 from jpaged.structured import get_structured_outputs
 from jpaged.types import (
+    EMBED_TYPES,
     MAX_CHAT_MESSAGES,
     FinishReason,
+    GivenEmbeds,
     ModelInfo,
     OutputEvent,
     Pooling,
@@ -57,6 +60,7 @@ from jpaged.types import (
     SequenceFinish,
     TokenLogprob,
     Usage,
+    widen_bfloat16,
 )
 from jpaged.version import __version__
 
@@ -289,7 +293,7 @@ _EARLY_STOPPING: dict[int, bool | Literal["never"]] = {
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 _PROMPTS: dict[type[Message], tuple[str, str]] = {
-    inference_pb2.GenerateRequest: ("prompt", "text, token_ids or chat"),
+    inference_pb2.GenerateRequest: ("prompt", "text, token_ids, chat or prompt_embeds"),
     inference_pb2.TokenizeRequest: ("input", "text or chat"),
     control_pb2.PinPrefixRequest: ("prefix", "text or token_ids"),
     prefixes_pb2.SavePrefixRequest: ("prefix", "text or token_ids"),
@@ -380,6 +384,8 @@ def prompt_size(message: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
     if isinstance(message, inference_pb2.TokenizeRequest):
         return len(message.text)
     num_generated = sum(len(one.ids) for one in message.generated_token_ids)
+    if message.HasField("prompt_embeds"):
+        return num_generated + len(message.prompt_embeds.values) + len(message.prompt_embeds.torch_file)
     return num_generated + (len(message.token_ids.ids) if message.HasField("token_ids") else len(message.text))
 
 
@@ -393,8 +399,28 @@ def prompt_from(message: Any) -> Prompt:
             return Prompt(token_ids=message.token_ids.ids)
         case "chat":
             return Prompt(messages=messages_from(message.chat), chat_options=chat_options_from(message.chat))
+        case "prompt_embeds":
+            return Prompt(embeds=embeds_from(message.prompt_embeds))
         case _:
             raise InvalidArgument(field, f"is missing: set {forms}")
+
+
+def embeds_from(message: inference_pb2.PromptEmbeds) -> GivenEmbeds:
+    """Return input embeddings as they were sent; raise InvalidArgument if their number or type is wrong."""
+    name, values, num_tokens = message.dtype or "float32", message.values, message.num_tokens
+    if message.torch_file:
+        if values:
+            raise InvalidArgument("prompt_embeds.torch_file", "takes the place of values: set only one of them")
+        return message.torch_file
+    if name not in EMBED_TYPES:
+        raise InvalidArgument("prompt_embeds.dtype", f"{name[:40]!r} is not one of {', '.join(EMBED_TYPES)}")
+    item_bytes = EMBED_TYPES[name]
+    if not values or not num_tokens or len(values) % (num_tokens * item_bytes):
+        problem = f"{len(values)} bytes of {name} are not rows of {num_tokens} tokens (num_tokens)"
+        raise InvalidArgument("prompt_embeds.values", problem)
+    if name != "bfloat16":
+        return np.frombuffer(values, f"<f{item_bytes}").reshape(num_tokens, -1)
+    return widen_bfloat16(np.frombuffer(values, "<u2")).reshape(num_tokens, -1)
 
 
 def generated_from(message: inference_pb2.GenerateRequest) -> tuple[PriorOutput, ...]:
@@ -498,6 +524,8 @@ def _build_position(position: PositionLogprobs) -> inference_pb2.PositionLogprob
         chosen=_build_logprob(position.chosen),
         top=[_build_logprob(token) for token in position.top],
         asked=[_build_logprob(token) for token in position.asked],
+        sampling_logprob=position.sampling_logprob,
+        entropy=position.entropy,
     )
 
 

@@ -482,12 +482,18 @@ class RemotePrefillRequest:
     Attributes:
         cache_tenant: tenant whose cached prefixes the prompt may use and extend.
         adapter_digest: digest of the adapter that the caller expects under its name.
-        num_known: leading blocks that the caller already has.
+        num_known: leading blocks that the caller already has, in its block size.
+        data_protocol: of the caller's data port; "" for none.
+        block_size: tokens of a block there.
+        has_same_layout: blocks are interchangeable, so they may be sent as pieces; otherwise they are only offered.
     """
 
     cache_tenant: str
     adapter_digest: bytes
     num_known: int
+    data_protocol: str = ""
+    block_size: int = 0
+    has_same_layout: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

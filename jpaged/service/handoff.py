@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jpaged.engine.executor import BlockOffer
 from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument
@@ -129,6 +130,23 @@ def _check_logprobs(sampling: SamplingParams, token_id: int, told: PositionLogpr
             raise InternalError(f"the prefill server returned an invalid log-probability: {one}")
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """The blocks that a decode server can use.
+
+    Attributes:
+        kv_identity: see `HostBlocks.kv_identity`.
+        block_size: tokens of a block.
+        data_protocol: of the data port; "" for none.
+        model_identity: digest of what blocks depend on, except their layout; empty without a data port.
+    """
+
+    kv_identity: bytes
+    block_size: int
+    data_protocol: str = ""
+    model_identity: bytes = b""
+
+
 class PrefillAnswer(Protocol):
     """One computed prompt. The prefill server keeps its blocks until they are transferred or `close` is called.
 
@@ -142,8 +160,11 @@ class PrefillAnswer(Protocol):
     tokens: Sequence[FirstToken]
     num_cached_tokens: int
 
-    def pieces(self) -> AsyncIterator[Sequence[BlockPiece]]:
-        """Yield its blocks in pieces; raise JpagedError if they end early."""
+    def parts(self) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
+        """Yield its blocks in pieces, or offers of a data port; raise JpagedError if they end early."""
+
+    def finish_pull(self, uuid: int, *, is_received: bool) -> None:
+        """End an offer, without waiting. If it was not received, the blocks follow in pieces."""
 
     def close(self) -> None:
         """Release the server. Idempotent."""
@@ -153,13 +174,13 @@ class PrefillServers(Protocol):
     """Servers of the prefill role."""
 
     async def ask(
-        self, request: Request, num_known: int, kv_identity: bytes, wait_s: float, timeout_s: float
+        self, request: Request, num_known: int, blocks: BlockFormat, wait_s: float, timeout_s: float
     ) -> PrefillAnswer:
         """Request the prefill of a prompt, and wait for the first token of each sequence.
 
         Args:
             num_known: leading blocks of the prompt that are not to be sent.
-            kv_fingerprint: KV fingerprint of this server's blocks.
+            blocks: blocks that this server can use.
             wait_s: timeout of the first tokens.
             timeout_s: timeout of the whole call, including the blocks.
 

@@ -49,11 +49,14 @@ from jpaged.types import (
     MIN_MAX_CHAT_BYTES,
     MIN_MAX_TOKENIZE_BYTES,
     POOLINGS,
+    EmbeddedSpan,
+    GivenEmbeds,
     LoadedAdapter,
     PackedTokens,
     Pooling,
     PriorOutput,
     Prompt,
+    PromptEmbeds,
     Request,
     ResumedSequence,
     SamplingParams,
@@ -218,7 +221,12 @@ class InputProcessor:
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
+        embeds: PromptEmbeds | None = None
+        if prompt.embeds is not None:
+            embeds = self._embeds(prompt.embeds, prompt, sampling)
+            token_ids: Sequence[int] = [0] * embeds.spans[-1].stop
+        else:
+            token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
         if prompt.fills_length:
@@ -229,6 +237,8 @@ class InputProcessor:
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
+            if thinking is not None and sampling.sampling_logprobs:
+                raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
         outputs = sampling.structured_outputs
         if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
             sampling = dataclasses.replace(sampling, structured_outputs=None)
@@ -255,6 +265,7 @@ class InputProcessor:
             pair_start=prompt.pair_start,
             grammar=None if thinking is None else ThinkingGrammar(thinking),
             thinking=thinking,
+            embeds=embeds,
         )
         if prompt.generated:
             return continue_request(request, prompt.generated, self.tokenizer, self.eos_token_ids)
@@ -271,8 +282,9 @@ class InputProcessor:
             raise InvalidArgument("pooling", f"{prompt.pooling!r} is not one of {', '.join(map(repr, poolings))}")
         if prompt.pooling is None and not self._generates:
             raise Unsupported(f"this model {POOLING_ONLY}")
-        if sum(form is not None for form in (prompt.text, prompt.token_ids, prompt.messages)) != 1:
-            raise InvalidArgument("prompt", "give exactly one of text, token ids and chat messages")
+        forms = (prompt.text, prompt.token_ids, prompt.messages, prompt.embeds)
+        if sum(form is not None for form in forms) != 1:
+            raise InvalidArgument("prompt", "give exactly one of text, token ids, chat messages and prompt_embeds")
         self._check_beams(sampling)
         self._check_stops(sampling)
         self._check_logprobs(sampling)
@@ -297,31 +309,49 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> Sequence[int]:
-        """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
+    def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
+        """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""
+        from jpaged.service import prompt_embeds  # only if a request has some
+
+        if prompt.pooling is not None or _get_logprobs_start(prompt, sampling) is not None:
+            what = "a pooling" if prompt.pooling is not None else "prompt_logprobs"
+            raise InvalidArgument("prompt_embeds", f"is not compatible with {what}: its positions have no tokens")
+        values_te = prompt_embeds.read_embeds(given, self._geometry)
+        kept, max_tokens = self._kept_part(prompt, sampling)
+        values_te = values_te[kept]
+        self._check_length(len(values_te), sampling, max_tokens)
+        prompt_embeds.check_finite(values_te, self._geometry)
+        return prompt_embeds.with_digests((EmbeddedSpan(0, values_te),), len(values_te), self._geometry.block_size)
+
+    def _kept_part(self, prompt: Prompt, sampling: SamplingParams) -> tuple[slice, int]:
+        """Return the part of a prompt that truncation keeps, and the tokens for which it must leave room."""
         num_kept, max_tokens = sampling.truncate_prompt_tokens, sampling.max_num_tokens
-        if prompt.is_only_told or self._geometry.is_encoder:
+        if prompt.is_only_told or prompt.pooling is not None:
             max_tokens = 0
         if num_kept == -1:
             num_kept = max(1, self._geometry.max_model_len - max_tokens)
-        kept = slice(None) if num_kept is None else slice(-num_kept, None)
-        if num_kept is not None and prompt.truncation_side == "right":
-            kept = slice(num_kept)
+        if num_kept is None:
+            return slice(None), max_tokens
+        return (slice(num_kept) if prompt.truncation_side == "right" else slice(-num_kept, None)), max_tokens
+
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> Sequence[int]:
+        """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
+        kept, max_tokens = self._kept_part(prompt, sampling)
         if prompt.token_ids is not None:
             given = prompt.token_ids[kept]
-            self._check_length(len(given), sampling, max_tokens)
+            self._check_length(len(given), sampling, max_tokens, fills_length=prompt.fills_length)
             return self._checked_ids("prompt.token_ids", given)
         max_bytes = self._max_prompt_bytes(max_tokens)
-        if num_kept is not None:
+        if kept != slice(None):
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
             owner = cache_tenant, sampling.cache_salt
             token_ids: Sequence[int] = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
         else:
             adds = prompt.add_special_tokens
-            token_ids = self._text_ids("sampling.max_tokens", prompt.text or "", max_bytes, add_special_tokens=adds)
-        token_ids = token_ids if num_kept is None else token_ids[kept]
-        self._check_length(len(token_ids), sampling, max_tokens)
+            token_ids = self._text_ids("prompt", prompt.text or "", max_bytes, add_special_tokens=adds)
+        token_ids = token_ids if kept == slice(None) else token_ids[kept]
+        self._check_length(len(token_ids), sampling, max_tokens, fills_length=prompt.fills_length)
         return token_ids
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
@@ -363,19 +393,22 @@ class InputProcessor:
             raise InvalidArgument("token_ids", f"{len(token_ids)} ids; at most {limit}")
         return self._checked_ids("token_ids", token_ids)
 
-    def prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prefix, which must be shorter than the maximum prompt.
+    def prefix(self, prompt: Prompt, *, is_whole: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a prefix, which must be shorter than the model's length.
+
+        Args:
+            is_whole: no token follows, so the prefix may have the model's length.
 
         Raises:
             InvalidArgument: an id is outside the vocabulary.
             RequestTooLong: it is too long.
         """
         if prompt.token_ids is None:
-            return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(1)))
+            return tuple(self._text_ids("text", prompt.text or "", self._max_prompt_bytes(0 if is_whole else 1)))
         limit, num_tokens = self._geometry.max_model_len, len(prompt.token_ids)
-        if self._geometry.is_encoder and num_tokens > limit:
+        if is_whole and num_tokens > limit:
             raise RequestTooLong("token_ids", f"{num_tokens} tokens are over max_model_len ({limit})")
-        if not self._geometry.is_encoder and num_tokens >= limit:
+        if not is_whole and num_tokens >= limit:
             raise RequestTooLong("token_ids", f"{num_tokens} tokens are not below max_model_len ({limit})")
         return tuple(self._checked_ids("token_ids", prompt.token_ids))
 
@@ -399,7 +432,7 @@ class InputProcessor:
         if num_bytes > max(max_bytes, MIN_MAX_TOKENIZE_BYTES):
             raise RequestTooLong("text", f"{num_bytes} bytes of text, over the limit of {MIN_MAX_TOKENIZE_BYTES}")
         token_ids, start = self.tokenizer.encode_pair(first, second, most if limit == -1 else limit)
-        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)))
+        known = self.prefix(Prompt(token_ids=self._known("prompt", token_ids)), is_whole=True)
         return dataclasses.replace(prompt, text=None, text_pair=None, token_ids=known, pair_start=start)
 
     def _max_prompt_bytes(self, max_tokens: int) -> int:
@@ -466,7 +499,14 @@ class InputProcessor:
         wrong = next(one for one in ids if type(one) is not int or not 0 <= one < vocab_size)
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
-    def _check_length(self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int) -> None:
+    def _check_length(
+        self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int, *, fills_length: bool
+    ) -> None:
+        """Reject a request that can never fit; the error names the prompt only if one more token does not fit.
+
+        Args:
+            fills_length: `max_tokens` is the minimum, which the caller gives as `min_tokens`.
+        """
         geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
         if num_rows > (limit := geometry.max_num_seqs_of_rank):
@@ -475,15 +515,18 @@ class InputProcessor:
             raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs{of_rank} ({limit})")
         what = f"{num_prompt_tokens} prompt tokens"
         what += f" and {max_tokens} to generate make {total}" if max_tokens else ""
+        shortest, name = min(max_tokens, 1), "sampling.min_tokens" if fills_length else "sampling.max_tokens"
         if total > geometry.max_model_len:
-            raise RequestTooLong("sampling.max_tokens", f"{what}, over max_model_len ({geometry.max_model_len})")
+            field = "prompt" if num_prompt_tokens + shortest > geometry.max_model_len else name
+            raise RequestTooLong(field, f"{what}, over max_model_len ({geometry.max_model_len})")
         needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)
         if needed > (limit := geometry.num_blocks_of_rank):
             pool_tokens = limit * geometry.block_size
             blocks = f"{limit} blocks of {geometry.block_size}"
             each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
-            raise RequestTooLong("sampling.max_tokens", f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+            field = "prompt" if geometry.num_blocks_alone(num_prompt_tokens, shortest, num_rows) > limit else name
+            raise RequestTooLong(field, f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         """Return the largest max_tokens that fits after a prompt, given that `sampling.max_tokens` fits."""

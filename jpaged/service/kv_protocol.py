@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jpaged.engine.executor import BlockArrays
 from jpaged.engine.kv_cache.blocks import BlockHash
 from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, BlockPosition, PrefixExport, PrefixImport
 from jpaged.errors import Incompatible, InvalidArgument
@@ -266,6 +267,27 @@ class Receiving:
                         homes.append(block.home)
         finally:
             self._arriving.enter(places, homes)
+
+    def take_arrays(self, contents: BlockArrays, positions: Sequence[tuple[int, int]]) -> None:
+        """Insert blocks in device arrays into the prefix cache, except those that are here or have no room.
+
+        Raises:
+            InvalidArgument: a block is sent twice.
+        """
+        places = [BlockPosition(index, kv_group) for index, kv_group in positions]
+        homes: list[int] = []
+        for place in places:
+            if place in self._seen:
+                raise InvalidArgument(f"blocks[{place.index}]", "is sent twice")
+            self._seen.add(place)
+            is_ours = place.index < len(self._keys) and 0 <= place.kv_group < self._arriving.num_kv_groups
+            is_known = is_ours and self._arriving.is_known(place)
+            self.is_full = self.is_full or (is_ours and not is_known and not self._homes)
+            homes.append(self._homes.popleft() if is_ours and not is_known and self._homes else 0)
+            self.num_blocks += is_known or homes[-1] > 0
+            self.num_known += is_known
+        if any(homes):
+            self._arriving.receive(contents, places, homes)
 
     def finish(self) -> None:
         """Note the end of the pieces.

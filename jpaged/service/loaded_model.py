@@ -34,13 +34,13 @@ from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
 from jpaged.engine.core import PauseMode
-from jpaged.engine.executor import Geometry, SleepTag
+from jpaged.engine.executor import BlockPort, Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
 from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, NotFound, Unsupported
+from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, NotFound, Unsupported, describe_error
 from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
@@ -263,6 +263,14 @@ class RoleCounts:
                 "remote %s failed, prompt computed locally (%d so far): %s", reason, self.num_failed[reason], what
             )
 
+    def note_failed_pull(self, error: BaseException) -> None:
+        """Count a failed pull from a data port; the blocks are sent over gRPC, or computed. Log at a limited rate."""
+        self.add(num_pulls_failed=1)
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s.get("pull", 0.0):
+            self._quiet_until_s["pull"] = now_s + _QUIET_S
+            _LOG.warning("pull of blocks failed (%d so far): %s", self._load.num_pulls_failed, describe_error(error))
+
     def add(self, **counts: float) -> None:
         """Add to counters, by their names in `RoleLoad`."""
         now = {name: getattr(self._load, name) + count for name, count in counts.items()}
@@ -458,6 +466,7 @@ class LoadedModel:
         checkpoint: fingerprint of the weights' files.
         hidden_size: numbers of a hidden state; 0 if unknown.
         pooler: of an embedding model or a classifier; None takes the last token's hidden state.
+        block_port: data port for blocks; None if there is none.
     """
 
     engine: EngineClient
@@ -473,6 +482,7 @@ class LoadedModel:
     checkpoint: str = ""
     hidden_size: int = 0
     pooler: Pooler | None = None
+    block_port: BlockPort | None = None
 
     def update_weights(
         self, weights: object, mode: PauseMode = "keep", version: str | int | None = None

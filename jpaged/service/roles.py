@@ -24,17 +24,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jpaged.config import RoleOptions
-from jpaged.engine.kv_cache.blocks import root_block_hash
-from jpaged.engine.kv_cache.offload.transfer import BlockHashChain, KVTransfer, PrefixExport, PrefixImport
+from jpaged.engine.executor import BlockArrays, BlockOffer, BlockPort, BlockPull
+from jpaged.engine.kv_cache.blocks import BlockHash, root_block_hash
+from jpaged.engine.kv_cache.offload.transfer import (
+    BlockExport,
+    BlockHashChain,
+    BlockPosition,
+    KVTransfer,
+    PrefixExport,
+    PrefixImport,
+)
 from jpaged.engine.sequence import OutputCallback
-from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, Unsupported
+from jpaged.errors import DeadlineExceeded, InternalError, InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.service.calls import RemotePrefillRequest
-from jpaged.service.handoff import Begun, PrefillAnswer, PrefillServers, begun
+from jpaged.service.handoff import Begun, BlockFormat, PrefillAnswer, PrefillServers, begun
 from jpaged.service.kv_protocol import BlockPiece, Receiving, cut
 from jpaged.service.service import AdmittedCall, BlockingPools
 from jpaged.types import OutputEvent, Request, RequestTimes
@@ -46,8 +56,8 @@ if TYPE_CHECKING:
 def why_here(request: Request, min_tokens: int) -> str | None:
     """Return the reason to compute a prompt on this server; None if a prefill server may compute it.
 
-    Prompt log-probabilities and hidden states are not transferred, nor is state beyond tokens: beams, sums of best_of,
-    thinking budgets, grammars with `always_complete`.
+    Prompt log-probabilities, hidden states and input embeddings are not transferred, nor is state beyond tokens: beams,
+    sums of best_of, thinking budgets, grammars with `always_complete`.
 
     Args:
         min_tokens: shorter prompts stay. Longer ones may also stay if cached, which only their blocks show.
@@ -63,6 +73,8 @@ def why_here(request: Request, min_tokens: int) -> str | None:
         return "told_of"
     if request.continued:
         return "continued"
+    if request.embeds is not None:
+        return "embedded"
     outputs = sampling.structured_outputs
     if request.thinking is not None or (outputs is not None and outputs.always_complete):
         return "budget"
@@ -81,24 +93,37 @@ async def compute_identity(model: LoadedModel) -> bytes:
         raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error
 
 
+def compute_model_identity(model: LoadedModel) -> bytes:
+    """Return a digest of what blocks depend on, except their layout and the code that computed them.
+
+    The checkpoint's fingerprint covers samples of the weights (`jpaged.checkpoints.hub.fingerprint`).
+    """
+    facts = (model.checkpoint, model.model.architecture, model.model.dtype, model.config.cache.kv_cache_dtype)
+    lossy = model.model.lossy_kv_window, model.model.lossy_kv_sinks, model.config.model.activation_dtype
+    return hashlib.sha256(repr((*facts, *lossy, model.engine.kv_transfer.num_kv_groups)).encode()).digest()
+
+
 class PrefillKVExport:
     """Export of the blocks of one prompt. All of them are cached when a one-token request emits its last event.
 
     Args:
         chain: future of the prompt's block hashes.
-        num_known: leading blocks that are not sent.
+        start: starts the export of a chain.
         put: callback for the request's events.
     """
 
     def __init__(
-        self, transfer: KVTransfer, chain: Future[BlockHashChain], num_known: int, put: OutputCallback
+        self,
+        chain: Future[BlockHashChain],
+        start: Callable[[BlockHashChain], Future[Any]],
+        put: OutputCallback,
     ) -> None:
-        self._transfer = transfer
         self._chain = chain
-        self._num_known = num_known
+        self._start = start
         self._put = put
-        self._asked: Future[Future[PrefixExport] | None] = Future()
+        self._asked: Future[Future[Any] | None] = Future()
         self._asked.set_running_or_notify_cancel()
+        self._others: list[Future[PrefixExport]] = []
 
     def pass_on(self, event: OutputEvent) -> None:
         """Handle an event of the request, on the engine's thread."""
@@ -109,29 +134,137 @@ class PrefillKVExport:
                 self._asked.set_result(None)
         self._put(event)
 
-    async def leaving(self) -> PrefixExport | None:
+    async def leaving(self) -> PrefixExport | BlockExport | None:
         """Wait for the held blocks; return None if the prompt was not computed."""
         asked = await asyncio.wrap_future(self._asked)
         if asked is None:
             return None
-        leaving: PrefixExport = await asyncio.wrap_future(asked)
+        leaving: PrefixExport | BlockExport = await asyncio.wrap_future(asked)
         return leaving
+
+    def add(self, leaving: Future[PrefixExport]) -> None:
+        """Close another export, too."""
+        self._others.append(leaving)
 
     def close(self) -> None:
         """Release the held blocks, or cancel the pending hold. Call on a thread: it waits for readers."""
         self._asked.add_done_callback(_close_asked)
+        for leaving in self._others:
+            _close_when_done(leaving)
 
     def _leave(self, chain: Future[BlockHashChain]) -> None:
         try:
-            self._asked.set_result(self._transfer.leave(chain.result(), self._num_known, is_hurried=True))
+            self._asked.set_result(self._start(chain.result()))
         except JpagedError as error:
             self._asked.set_exception(error)
 
 
-def _close_asked(asked: Future[Future[PrefixExport] | None]) -> None:
+def _close_asked(asked: Future[Future[Any] | None]) -> None:
     leaving = None if asked.exception() is not None else asked.result()
     if leaving is not None:
-        leaving.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
+        _close_when_done(leaving)
+
+
+def _close_when_done(leaving: Future[Any]) -> None:
+    leaving.add_done_callback(lambda done: None if done.exception() is not None else done.result().close())
+
+
+_SWEEP_S = 0.02
+_PULL_POLL_S = 0.001
+_MAX_OPEN_OFFERS = 2
+"""Maximum of one prompt's offers that are not finished: one is pulled while the next one is read."""
+
+
+class OfferTable:
+    """The open offers of a data port. Bound to the service's event loop."""
+
+    def __init__(self, port: BlockPort) -> None:
+        self.port = port
+        self._finished: dict[int, asyncio.Future[bool]] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def open(self, contents: BlockArrays, positions: Sequence[BlockPosition], key: BlockHash) -> BlockOffer:
+        """Offer the blocks of a part; raise Unavailable if the port has no room."""
+        offer = self.port.offer(contents)
+        self._finished[offer.uuid] = asyncio.get_running_loop().create_future()
+        rows = tuple((position.index, position.kv_group) for position in positions)
+        return dataclasses.replace(offer, positions=rows, last_key=key)
+
+    def finish(self, uuid: int, *, is_received: bool) -> None:
+        """Record the end of an offer; unknown ones are ignored."""
+        future = self._finished.pop(uuid, None)
+        if future is None:
+            return
+        if is_received:
+            self.port.release(uuid)
+        else:
+            self.port.withdraw(uuid)
+            if self._sweeper is None or self._sweeper.done():
+                self._sweeper = asyncio.create_task(self._sweep())
+        if not future.done():
+            future.set_result(is_received)
+
+    async def wait(self, offer: BlockOffer) -> bool:
+        """Wait for the end of an offer; return True if its blocks were received."""
+        future = self._finished.get(offer.uuid)
+        return future is not None and await asyncio.shield(future)
+
+    async def _sweep(self) -> None:
+        while not self.port.is_settled:
+            self.port.sweep()
+            await asyncio.sleep(_SWEEP_S)
+
+
+class OfferedPrompt:
+    """The offers of one prompt.
+
+    Attributes:
+        num_sent: leading blocks of the prompt that the decode server has.
+        is_complete: all parts were received.
+    """
+
+    def __init__(self, table: OfferTable, leaving: BlockExport, num_known: int) -> None:
+        self.num_sent = num_known
+        self.is_complete = False
+        self._table = table
+        self._leaving = leaving
+        self._open: deque[BlockOffer] = deque()
+
+    async def offers(self) -> AsyncIterator[BlockOffer]:
+        """Yield an offer for each part; end at the first one that fails."""
+        leaving, keys = self._leaving, self._leaving.chain.keys
+        try:
+            for part in range(leaving.num_parts):
+                contents = await asyncio.wrap_future(leaving.read(part))
+                positions = leaving.get_positions(part)
+                last = max(position.index for position in positions)
+                offer = self._table.open(contents, positions, keys[last])
+                self._open.append(offer)
+                yield offer
+                while len(self._open) >= _MAX_OPEN_OFFERS:
+                    if not await self._finish_first():
+                        return
+            while self._open:
+                if not await self._finish_first():
+                    return
+            self.is_complete = True
+        except Unavailable:  # no room for the next part
+            while self._open and await self._finish_first():
+                pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Withdraw open offers."""
+        while self._open:
+            self._table.finish(self._open.popleft().uuid, is_received=False)
+
+    async def _finish_first(self) -> bool:
+        is_received = await self._table.wait(self._open[0])
+        offer = self._open.popleft()
+        if is_received:
+            self.num_sent = max(self.num_sent, 1 + max(index for index, _ in offer.positions))
+        return is_received
 
 
 _BIG = 1 << 62
@@ -143,19 +276,36 @@ class PrefillRole:
 
     def __init__(self) -> None:
         self._identity = b""
+        self._model_identity = b""
+        self._offers: OfferTable | None = None
         self._departures: dict[str, PrefillKVExport] = {}
+        self._asked: dict[str, RemotePrefillRequest] = {}
+        self._prompts: dict[str, OfferedPrompt] = {}
         self._workers = BlockingPools()
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
         self._identity = await compute_identity(model)
+        if model.block_port is not None:
+            self._model_identity = compute_model_identity(model)
+            self._offers = OfferTable(model.block_port)
 
-    def check_identity(self, kv_identity: bytes) -> None:
-        """Reject servers with incompatible blocks. Whether the caller may act for all tenants is checked before."""
-        if kv_identity != self._identity:
-            mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
-            problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"
-            raise InvalidArgument("kv_identity", problem)
+    def check_identity(self, kv_identity: bytes, model_identity: bytes = b"", data_protocol: str = "") -> bool:
+        """Reject servers with incompatible blocks; return False if blocks may be offered but not sent.
+
+        Whether the caller may act for all tenants is checked before.
+        """
+        if kv_identity == self._identity:
+            return True
+        if self._offers is not None and (model_identity, data_protocol) == (self._model_identity, self._protocol):
+            return False
+        mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
+        problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"
+        raise InvalidArgument("kv_identity", problem)
+
+    @property
+    def _protocol(self) -> str:
+        return "" if self._offers is None else self._offers.port.protocol
 
     def begin(
         self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
@@ -173,33 +323,76 @@ class PrefillRole:
         if request.adapter_digest != asked.adapter_digest:
             raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
         transfer, sampling = model.engine.kv_transfer, request.sampling
+        _check_block_size(transfer, asked)
         root = root_block_hash(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
         chain = self._workers.start(lambda: transfer.chain(root, request.prompt_token_ids))
-        departure = PrefillKVExport(transfer, chain, asked.num_known, put)
+        departure = PrefillKVExport(chain, self._get_export(transfer, asked), put)
         model.engine.submit(request, departure.pass_on)
         self._departures[generation.engine_id] = departure
+        self._asked[generation.engine_id] = asked
         model.role_counts.add(num_prefills_for_others=1)
+
+    def _get_export(self, transfer: KVTransfer, asked: RemotePrefillRequest) -> Callable[[BlockHashChain], Future[Any]]:
+        if self._offers is not None and asked.data_protocol == self._protocol:
+            num_known = asked.num_known * (asked.block_size or transfer.block_size) // transfer.block_size
+            return lambda chain: transfer.export(chain, num_known)
+        return lambda chain: transfer.leave(chain, asked.num_known, is_hurried=True)
 
     def submit_now(self, model: LoadedModel, generation: AdmittedCall) -> bool:
         """Return False: every request is submitted to the engine at once."""
         return False
 
     def end(self, model: LoadedModel, generation: AdmittedCall) -> None:
-        """Release the blocks of a request."""
+        """Release the blocks of a request, and withdraw its offers."""
+        self._asked.pop(generation.engine_id, None)
         departure = self._departures.pop(generation.engine_id, None)
         if departure is not None:
             self._workers.start(departure.close)
+        prompt = self._prompts.pop(generation.engine_id, None)
+        if prompt is not None:
+            prompt.close()
 
-    async def pieces(self, model: LoadedModel, generation: AdmittedCall) -> AsyncIterator[Sequence[BlockPiece]]:
+    def finish_pull(self, uuid: int, *, is_received: bool) -> None:
+        """Record the end of an offer."""
+        if self._offers is not None:
+            self._offers.finish(uuid, is_received=is_received)
+
+    async def parts(
+        self, model: LoadedModel, generation: AdmittedCall
+    ) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
         """Yield the blocks of a request that has emitted its first tokens, some at a time, as far as available."""
-        leaving = await self._departures[generation.engine_id].leaving()
+        leaving, asked = await self._departures[generation.engine_id].leaving(), self._asked[generation.engine_id]
+        counts, transfer = model.role_counts, model.engine.kv_transfer
+        if isinstance(leaving, BlockExport):
+            assert self._offers is not None
+            prompt = OfferedPrompt(self._offers, leaving, asked.num_known * asked.block_size // transfer.block_size)
+            self._prompts[generation.engine_id] = prompt
+            async for offer in prompt.offers():
+                yield offer
+                num_bytes = sum(offer.sizes) * transfer.bytes_per_block
+                counts.add(num_blocks_sent=len(offer.positions), num_bytes_sent=num_bytes)
+            if prompt.is_complete or not asked.has_same_layout:
+                return
+            again = transfer.leave(leaving.chain, prompt.num_sent, is_hurried=True)
+            self._departures[generation.engine_id].add(again)
+            leaving = await asyncio.wrap_future(again)
         for part in range(0 if leaving is None else leaving.num_parts):
             assert leaving is not None
             await asyncio.wrap_future(leaving.when_there(part))
             for pieces in await self._workers.run(functools.partial(cut, leaving, part, leaving.chain.keys), _BIG):
                 yield pieces
-                model.role_counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
-            model.role_counts.add(num_blocks_sent=len(leaving.get_positions(part)))
+                counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
+            counts.add(num_blocks_sent=len(leaving.get_positions(part)))
+
+
+def _check_block_size(transfer: KVTransfer, asked: RemotePrefillRequest) -> None:
+    """Raise InvalidArgument if blocks cannot be offered in another size."""
+    if asked.has_same_layout or asked.block_size == transfer.block_size:
+        return
+    geometry = transfer.each[0].geometry
+    if len(geometry.windows) > 1 or geometry.windows[0] is not None or geometry.num_sink_tokens:
+        problem = f"{asked.block_size} is not {transfer.block_size}, which a model with sliding windows requires"
+        raise InvalidArgument("block_size", problem)
 
 
 class DecodeRole:
@@ -212,7 +405,9 @@ class DecodeRole:
     def __init__(self, options: RoleOptions, servers: PrefillServers) -> None:
         self._options = options
         self._servers = servers
-        self._identity = b""
+        self._blocks = BlockFormat(b"", 0)
+        self._port: BlockPort | None = None
+        self._pull_timeout_s = 0.0
         self._workers = BlockingPools()
         self._arrivings: dict[str, PrefixImport] = {}
         # By engine id, for requests with a reserved slot that the engine has not received: the rest of the request
@@ -222,7 +417,13 @@ class DecodeRole:
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
-        self._identity = await compute_identity(model)
+        identity, block_size = await compute_identity(model), model.engine.kv_transfer.block_size
+        self._blocks = BlockFormat(identity, block_size)
+        self._port = model.block_port
+        if self._port is not None:
+            self._blocks = BlockFormat(identity, block_size, self._port.protocol, compute_model_identity(model))
+        if (options := model.config.cache.data_port) is not None:
+            self._pull_timeout_s = options.pull_timeout
 
     def begin(
         self, model: LoadedModel, request: Request, generation: AdmittedCall, asked: RemotePrefillRequest | None
@@ -324,7 +525,7 @@ class DecodeRole:
         if wait_s <= 0:
             raise DeadlineExceeded("no time is left to ask a prefill server")
         whole_s = wait_s + options.transfer_timeout
-        return await self._servers.ask(request, num_known, self._identity, wait_s, whole_s)
+        return await self._servers.ask(request, num_known, self._blocks, wait_s, whole_s)
 
     async def _publish_token(
         self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: AdmittedCall, began_s: float
@@ -358,10 +559,13 @@ class DecodeRole:
             counts.add(num_blocks_without_room=coming.num_missing - len(homes))
         try:
             async with asyncio.timeout(wait_s):
-                async for pieces in answer.pieces():
+                async for part in answer.parts():
                     num_before = receiving.num_blocks
-                    await self._workers.run(functools.partial(receiving.take, pieces), _BIG)
-                    num_bytes = sum(len(piece.contents) for piece in pieces)
+                    if isinstance(part, BlockOffer):
+                        num_bytes = await self._pull(model, receiving, arriving, answer, part)
+                    else:
+                        await self._workers.run(functools.partial(receiving.take, part), _BIG)
+                        num_bytes = sum(len(piece.contents) for piece in part)
                     counts.add(num_blocks_received=receiving.num_blocks - num_before, num_bytes_received=num_bytes)
                     if receiving.is_full:
                         return
@@ -370,6 +574,51 @@ class DecodeRole:
                 counts.add(num_blocks_missing=len(homes) - num_written)
         except (JpagedError, TimeoutError) as error:
             counts.failed("transfer", error)
+
+    async def _pull(
+        self,
+        model: LoadedModel,
+        receiving: Receiving,
+        arriving: PrefixImport,
+        answer: PrefillAnswer,
+        offer: BlockOffer,
+    ) -> int:
+        """Pull an offer, and return the bytes; 0 if that fails, after which the server sends the blocks as pieces."""
+        began_s, counts, is_received = model.engine.clock(), model.role_counts, False
+        try:
+            if self._port is None:
+                raise Unavailable("no data port")
+            last = max(index for index, _ in offer.positions)
+            keys = arriving.chain.keys
+            if offer.block_shape[1] == self._blocks.block_size and keys[last : last + 1] != (offer.last_key,):
+                raise InvalidArgument("last_key", "is not the key of the block's tokens")
+            port, place = self._port, arriving.place
+            pull = await self._workers.run(lambda: port.pull(offer, place), _BIG)
+            await _wait_for_pull(pull, self._pull_timeout_s)
+            contents, positions = await self._workers.run(pull.take, _BIG)
+            await self._workers.run(lambda: receiving.take_arrays(contents, positions), _BIG)
+            is_received = True
+        except (JpagedError, TimeoutError) as error:
+            counts.note_failed_pull(error)
+            return 0
+        finally:
+            answer.finish_pull(offer.uuid, is_received=is_received)
+        num_bytes = len(offer.positions) * arriving.bytes_per_block * offer.block_shape[1] // self._blocks.block_size
+        counts.add(num_pulls=1, num_bytes_pulled=num_bytes, pull_s=model.engine.clock() - began_s)
+        return num_bytes
+
+
+async def _wait_for_pull(pull: BlockPull, timeout_s: float) -> None:
+    """Wait until a pull is done; abandon it after a timeout, or if the request ends."""
+    until_s, is_done = asyncio.get_running_loop().time() + timeout_s, False
+    try:
+        while not (is_done := pull.is_done):
+            if asyncio.get_running_loop().time() > until_s:
+                raise TimeoutError(f"a pull of blocks took over {timeout_s:g} s")
+            await asyncio.sleep(_PULL_POLL_S)
+    finally:
+        if not is_done:
+            pull.abandon()
 
 
 async def _whole(coming: _PendingTransfer, homes: Future[list[int]]) -> list[int]:

@@ -79,7 +79,7 @@ def errors_named(field: str) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field in ("pooling", "adapter"):
+        if error.field in ("pooling", "adapter") or error.field.startswith("tokenization_kwargs."):
             raise
         raise type(error)(field, error.problem) from error
 
@@ -107,7 +107,8 @@ class PromptContinuations:
     def prompt(self, i: int) -> Prompt:
         """Return the prompt with a continuation, with log-probabilities requested for the continuation."""
         num_shared, tail = self.tails[i]
-        return Prompt(token_ids=[*self.prompt_ids[:num_shared], *tail], prompt_logprobs_start=len(self.prompt_ids))
+        token_ids = [*self.prompt_ids[:num_shared], *tail]
+        return Prompt(token_ids=token_ids, prompt_logprobs_start=len(self.prompt_ids), is_only_told=True)
 
 
 def continued(
@@ -120,7 +121,7 @@ def continued(
 
     Raises:
         InvalidArgument: there are none or too many, or one is empty or neither text nor token ids.
-        RequestTooLong: one is not below max_model_len with the prompt.
+        RequestTooLong: one is over max_model_len with the prompt.
     """
     require_parts("continuations", len(continuations))
     for i, continuation in enumerate(continuations):
@@ -140,20 +141,22 @@ def embeddable(processor: InputProcessor, prompts: Sequence[Prompt]) -> list[tup
 
     Raises:
         InvalidArgument: one is empty, or has an id outside the vocabulary.
-        RequestTooLong: one is not below max_model_len.
+        RequestTooLong: one is over max_model_len.
     """
     found = []
     for i, prompt in enumerate(prompts):
         with errors_named(f"inputs[{i}]"):
-            found.append(_fitting(processor, prompt))
+            found.append(_fitting(processor, prompt, is_whole=True))
     return found
 
 
-def _fitting(processor: InputProcessor, prompt: Prompt) -> tuple[int, ...]:
-    token_ids = processor.prefix(prompt)
+def _fitting(processor: InputProcessor, prompt: Prompt, *, is_whole: bool = False) -> tuple[int, ...]:
+    token_ids = processor.prefix(prompt, is_whole=is_whole)
     if not token_ids:
         raise InvalidArgument("prompt", "is empty: at least one token is needed")
-    return token_ids if prompt.token_ids is not None else processor.prefix(Prompt(token_ids=token_ids))
+    if prompt.token_ids is not None:
+        return token_ids
+    return processor.prefix(Prompt(token_ids=token_ids), is_whole=is_whole)
 
 
 def _tail(
@@ -162,13 +165,13 @@ def _tail(
     if not isinstance(continuation, str):
         whole = (*prompt_ids, *continuation)
     elif prompt.text is not None:
-        whole = processor.prefix(Prompt(text=prompt.text + continuation))
+        whole = processor.prefix(Prompt(text=prompt.text + continuation), is_whole=True)
     else:
         whole = (*prompt_ids, *processor.tokenize(Prompt(text=continuation), add_special_tokens=False))
     if len(whole) <= len(prompt_ids):
         raise InvalidArgument("continuation", "adds no token to the prompt")
     try:
-        processor.prefix(Prompt(token_ids=whole))
+        processor.prefix(Prompt(token_ids=whole), is_whole=True)
     except RequestTooLong as error:
         raise RequestTooLong("continuation", f"with the prompt, {error.problem}") from error
     num_shared = next((i for i, (a, b) in enumerate(zip(whole, prompt_ids, strict=False)) if a != b), len(prompt_ids))
@@ -360,7 +363,7 @@ def classifiable(processor: InputProcessor, prompt: Prompt, pooler: Pooler, limi
     prompt = dataclasses.replace(prompt, pooling=pooler.pooling)
     if prompt.text_pair is not None:
         return processor.pair(prompt, limit)
-    return dataclasses.replace(prompt, text=None, token_ids=_fitting(processor, prompt))
+    return dataclasses.replace(prompt, text=None, token_ids=_fitting(processor, prompt, is_whole=True))
 
 
 def no_classification_head(model: ModelInfo) -> Unsupported:

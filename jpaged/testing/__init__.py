@@ -17,6 +17,7 @@ from jpaged.testing.fake_executor import (
     seeing,
     top_logprobs,
     with_adapters,
+    with_embeds,
 )
 from jpaged.testing.fake_model import ByteTokenizer, expected_tokens
 from jpaged.testing.fake_steps import VirtualClock
@@ -36,4 +37,5 @@ __all__ = [
     "seeing",
     "top_logprobs",
     "with_adapters",
+    "with_embeds",
 ]

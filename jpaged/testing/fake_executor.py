@@ -41,6 +41,7 @@ from jpaged.engine.executor import (
     NULL_BLOCK,
     SLEEP_TAGS,
     TOP_WIDTH,
+    BlockArrays,
     BlockMoves,
     BucketTable,
     Detail,
@@ -133,8 +134,10 @@ def _shift(record: np.void, tokens: list[int], num_prompt: int) -> int:
 class FakeHostBlocks:
     """Implements `jpaged.engine.executor.HostBlocks`; swap-outs complete at once."""
 
-    def __init__(self, host: NDArray[np.int64], block_size: int, identity: bytes) -> None:
+    def __init__(self, host: NDArray[np.int64], pool: NDArray[np.int64], block_size: int, identity: bytes) -> None:
         self._host = host
+        self._pool = pool
+        self.place = block_size
         self._identity = identity
         self._weight = 0
         self._block_size = block_size
@@ -149,6 +152,19 @@ class FakeHostBlocks:
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
         return True
+
+    def read(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> BlockArrays:
+        """Return one array of the blocks."""
+        named = [(self._pool, block_id) for block_id in block_ids]
+        named += [(self._host, block_id) for block_id in host_block_ids]
+        rows = [memory[block_id * self.place : (block_id + 1) * self.place].copy() for memory, block_id in named]
+        return BlockArrays((np.stack(rows),), (len(rows),))
+
+    def receive(self, contents: BlockArrays, block_ids: Sequence[int]) -> None:
+        """Write blocks at once."""
+        for row, block_id in zip(contents.arrays[0], block_ids, strict=True):
+            if block_id:
+                self._host[block_id * self.place : (block_id + 1) * self.place] = row
 
     def kv_identity(self) -> bytes:
         """Return a hash shared by all fakes that write the same numbers."""
@@ -303,6 +319,7 @@ class FakeExecutor:
         windows: of the KV groups.
         num_sink_tokens: first tokens that the KV groups see in addition.
         max_loras: number of adapter slots.
+        embed_width: width of input embeddings, whose first number is the token that they stand for; 0 takes none.
         state_bytes: of the recurrent state of a sequence; 0 without recurrent layers.
         state_checkpoint_blocks: blocks of the pool for each checkpoint of recurrent state; 0 without checkpoints.
         num_compiles_after_warm_up: 0, because it compiles nothing.
@@ -322,6 +339,7 @@ class FakeExecutor:
     num_sink_tokens = 0
     dp_size = 1
     max_loras = 0
+    embed_width = 0
     state_bytes = 0
     state_checkpoint_blocks = 0
     num_compiles_after_warm_up = 0
@@ -357,9 +375,12 @@ class FakeExecutor:
             num_sink_tokens=self.num_sink_tokens,
             dp_size=self.dp_size,
             max_loras=self.max_loras,
+            embed_width=self.embed_width,
+            embed_max=float(vocab_size),
             num_speculative_tokens=self.num_speculative_tokens,
             state_bytes=self.state_bytes,
             state_checkpoint_interval=self.state_checkpoint_blocks * block_size,
+            num_draft_states=max_num_seqs * self.num_speculative_tokens if self.state_bytes else 0,
             cascade=None
             if self.num_sink_tokens or self.dp_size > 1
             else dataclasses.replace(_ANY_SHARING_PAYS, granule_tokens=block_size, tile_queries=max_num_batched_tokens),
@@ -368,7 +389,7 @@ class FakeExecutor:
         self._host: NDArray[np.int64] = np.full(((num_host_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         self._pool: NDArray[np.int64] = np.full(((num_blocks + 1) * block_size, 2), _UNWRITTEN, np.int64)
         identity = repr((type(self).__name__, self.windows, self.num_sink_tokens, block_size)).encode()
-        self.host_blocks = FakeHostBlocks(self._host, block_size, identity) if num_host_blocks else None
+        self.host_blocks = FakeHostBlocks(self._host, self._pool, block_size, identity) if num_host_blocks else None
         self._factors = np.cumprod(np.full(max_model_len, _DIGEST_FACTOR, np.int64))
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
         self.have_ended = np.zeros(max_num_seqs, np.bool_)
@@ -433,6 +454,8 @@ class FakeExecutor:
         self.num_steps += 1
         self._check_ranks(inputs)
         tokens_t = np.where(inputs.is_prev_sampled_t, self.last_tokens[inputs.prev_sampled_rows_t], inputs.token_ids_t)
+        if inputs.embeds_te is not None and inputs.is_embed_t is not None:
+            tokens_t = np.where(inputs.is_embed_t, inputs.embeds_te[:, 0].astype(np.int64), tokens_t)
         used = slice(0, inputs.num_tokens)
         is_nan_t = np.isin(tokens_t, list(self.faults.nan_token_ids))
         self._pool[inputs.slots_gt[:, used], 0] = (tokens_t + is_nan_t * NAN)[used]
@@ -628,6 +651,8 @@ class FakeExecutor:
     def _write_states(self, inputs: StepInputs, has_ended_s: NDArray[np.bool_]) -> None:
         """Read the state of each row, and write the one after its tokens; all are read before one is written.
 
+        A row of a draft token continues the row before it.
+
         Raises:
             InternalError: a state is not that of the tokens before the step, and the row has not ended.
         """
@@ -638,8 +663,14 @@ class FakeExecutor:
                 continue
             start, slot = int(inputs.positions_t[begin]), int(inputs.state_slots_s[row])
             slots = self._get_slots(inputs, row, 0, max(0, start - 1))
-            if start and not has_ended_s[row] and self._states[inputs.state_sources_s[row]] != self._pool[slots[0], 1]:
-                raise InternalError(f"state slot {inputs.state_sources_s[row]} is not that of {start} tokens")
+            source = inputs.state_sources_s[row]
+            state = self._states[source]
+            if inputs.is_draft_s[row]:
+                if source != inputs.state_sources_s[row - 1]:
+                    raise InternalError(f"row {row} of a draft reads state slot {source}, unlike the row before it")
+                state = written.get(int(inputs.state_slots_s[row - 1]), np.int64(_UNWRITTEN))
+            if start and not has_ended_s[row] and state != self._pool[slots[0], 1]:
+                raise InternalError(f"state slot {source} is not that of {start} tokens")
             if slot in written or not slot:
                 raise InternalError(f"state slot {slot} is written by row {row} as well")
             written[slot] = self._pool[slots[-1], 1]
@@ -734,6 +765,11 @@ class SpeculatingExecutor(SeveralStepsExecutor):
 def with_adapters(max_loras: int, kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:
     """Return a kind of fake with `max_loras` adapter slots."""
     return type(f"{kind.__name__}WithAdapters", (kind,), {"max_loras": max_loras})
+
+
+def with_embeds(kind: type[FakeExecutor] = FakeExecutor, width: int = 2) -> type[FakeExecutor]:
+    """Return a kind of fake that takes input embeddings."""
+    return type(f"{kind.__name__}WithEmbeds", (kind,), {"embed_width": width})
 
 
 def seeing(windows: tuple[Window, ...], kind: type[FakeExecutor] = FakeExecutor) -> type[FakeExecutor]:

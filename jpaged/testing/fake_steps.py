@@ -202,6 +202,30 @@ RunStep = Callable[[StepInputs, SamplingInputs], StepOutputs]
 """A forward and a sample."""
 
 
+@dataclass(slots=True)
+class _RowStates:
+    """Slots of a row's recurrent state in rounds.
+
+    Attributes:
+        source: slot that the next round reads.
+        slots: those that it writes, for each token.
+    """
+
+    source: int
+    slots: list[int]
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Return the slots that a token of a round reads and writes."""
+        return (self.slots[place - 1] if place else self.source), self.slots[place]
+
+    def accept(self, num_tokens: int) -> None:
+        """Continue after the first tokens of a round."""
+        if num_tokens:
+            last = num_tokens - 1
+            self.slots[0], self.slots[last] = self.slots[last], self.slots[0]
+            self.source = self.slots[0]
+
+
 @dataclass(frozen=True, slots=True)
 class FakeRounds:
     """A dispatch of rounds.
@@ -227,6 +251,7 @@ class FakeRounds:
         num_rows = len(self.sampling.rows_r)
         counts, proposed, accepted = (np.zeros((MAX_NUM_ROUNDS, num_rows), np.int32) for _ in range(3))
         tokens: list[list[tuple[int, bool]]] = [[] for _ in range(num_rows)]
+        states = [self._states(row) for row in range(num_rows)]
         for row in range(self.inputs.num_rows):
             left = 0 if has_ended[row] else int(self.num_left_r[row])
             for number in range(num_rounds):
@@ -235,24 +260,40 @@ class FakeRounds:
                 proposed[number, row] = min(self.num_proposed, left - 1)
                 position = int(self.inputs.positions_t[row]) + len(tokens[row])
                 accepted[number, row] = min(accepted_behind(position, self.num_proposed), left - 1)
-                for _ in range(accepted[number, row] + 1):
-                    tokens[row].append(self._token(run_step, row, [token_id for token_id, _ in tokens[row]]))
+                for place in range(accepted[number, row] + 1):
+                    before = [token_id for token_id, _ in tokens[row]]
+                    tokens[row].append(self._token(run_step, row, before, states[row].at(place)))
                     counts[number, row] += 1
                     left -= 1
                     if tokens[row][-1][0] in self.ending_token_ids_rx[row]:
                         left = 0
                         break
+                states[row].accept(int(counts[number, row]))
         width = max(1, *map(len, tokens))
         token_ids_rn, is_sound_rn = np.zeros((num_rows, width), np.int32), np.ones((num_rows, width), np.bool_)
         for row, found in enumerate(tokens):
             for place, (token_id, is_sound) in enumerate(found):
                 token_ids_rn[row, place], is_sound_rn[row, place] = token_id, is_sound
         was_run = counts.any(axis=1)
-        speculated = Speculated(counts.sum(axis=0, dtype=np.int32), proposed, accepted, int(was_run.sum()))
+        state_slots_r = np.array([one.slots[0] for one in states], np.int32)
+        num_rounds = int(was_run.sum())
+        speculated = Speculated(counts.sum(axis=0, dtype=np.int32), proposed, accepted, num_rounds, state_slots_r)
         return StepOutputs(token_ids_rn, is_sound_rn, speculated=speculated)
 
-    def _token(self, run_step: RunStep, row: int, before: list[int]) -> tuple[int, bool]:
-        """Return the token that a row samples after tokens of this dispatch, and whether its logits are finite."""
+    def _states(self, row: int) -> _RowStates:
+        """Return the slots of a row's recurrent state."""
+        slots_sk = self.inputs.draft_slots_sk
+        if slots_sk is None or row >= self.inputs.num_rows:
+            return _RowStates(0, [0] * (self.num_proposed + 1))
+        slots = [int(self.inputs.state_slots_s[row]), *slots_sk[row].tolist()]
+        return _RowStates(int(self.inputs.state_sources_s[row]), slots)
+
+    def _token(self, run_step: RunStep, row: int, before: list[int], states: tuple[int, int]) -> tuple[int, bool]:
+        """Return the token that a row samples after tokens of this dispatch, and whether its logits are finite.
+
+        Args:
+            states: slots that the row's recurrent state is read from and written to.
+        """
         inputs, place = self.inputs, len(before)
         position = int(inputs.positions_t[row]) + place
         num_padded, num_rows = len(inputs.token_ids_t), len(inputs.kv_lens_s)
@@ -284,6 +325,8 @@ class FakeRounds:
             kv_begins_s=np.zeros(num_rows, np.int32),
             num_runs=0,
             num_tokens=1,
+            state_sources_s=only(states[0], num_rows),
+            state_slots_s=only(states[1], num_rows),
         )
         rows_r = self.sampling.rows_r[[row]]
         rows_r["positions_r"] += place

@@ -31,6 +31,7 @@ from jpaged.sampling_params import (
     text_bytes,
 )
 from jpaged.types.values import (
+    EMBED_TYPES,
     MAX_CHAT_MESSAGES,
     MAX_DETOKENIZE_IDS,
     MIN_MAX_CHAT_BYTES,
@@ -38,9 +39,12 @@ from jpaged.types.values import (
     POOLINGS,
     Adapter,
     CompletionOutput,
+    EmbeddedSpan,
     Embedding,
     EmbeddingOutput,
+    EmbedsInput,
     FinishReason,
+    GivenEmbeds,
     LoadedAdapter,
     LoRARequest,
     ModelInfo,
@@ -50,6 +54,7 @@ from jpaged.types.values import (
     PositionLogprobs,
     PriorOutput,
     Prompt,
+    PromptEmbeds,
     Request,
     RequestOutput,
     RequestStateStats,
@@ -62,10 +67,13 @@ from jpaged.types.values import (
     TokenLogprob,
     Usage,
     WeightVersionRun,
+    to_host_array,
+    widen_bfloat16,
 )
 from jpaged.version import alias_names
 
 __all__ = [
+    "EMBED_TYPES",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_CHARS",
     "MAX_BEAM_WIDTH",
@@ -89,9 +97,12 @@ __all__ = [
     "POOLINGS",
     "Adapter",
     "CompletionOutput",
+    "EmbeddedSpan",
     "Embedding",
     "EmbeddingOutput",
+    "EmbedsInput",
     "FinishReason",
+    "GivenEmbeds",
     "LoRARequest",
     "LoadedAdapter",
     "ModelInfo",
@@ -101,6 +112,7 @@ __all__ = [
     "PositionLogprobs",
     "PriorOutput",
     "Prompt",
+    "PromptEmbeds",
     "Request",
     "RequestOutput",
     "RequestStateStats",
@@ -118,6 +130,8 @@ __all__ = [
     "param",
     "require_whole_characters",
     "text_bytes",
+    "to_host_array",
+    "widen_bfloat16",
 ]
 
 

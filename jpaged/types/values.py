@@ -12,7 +12,10 @@ from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
@@ -143,9 +146,84 @@ class ModelInfo:
     weight_version: str = "0"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedSpan:
+    """Input embeddings of successive positions of a prompt.
+
+    Attributes:
+        start: the first position.
+        values_te: float32 `[tokens, width]`, never written again.
+    """
+
+    start: int
+    values_te: NDArray[np.float32]
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + len(self.values_te)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds:
+    """The positions of a prompt whose input is an embedding. Their token ids are placeholders, 0.
+
+    Attributes:
+        spans: in order, without overlaps.
+        block_digests: digests of the embeddings in each block of the prompt; empty for a block that has none.
+    """
+
+    spans: tuple[EmbeddedSpan, ...]
+    block_digests: tuple[bytes, ...]
+
+    def iter_rows(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield the embeddings from position `start` to `stop`, each part with its first position."""
+        for span in self.spans:
+            begin, end = max(start, span.start), min(stop, span.stop)
+            if begin < end:
+                yield begin, span.values_te[begin - span.start : end - span.start]
+
+    def hide(self, token_ids: Sequence[int], hidden: int = -1) -> list[int]:
+        """Return the tokens of a sequence with another id in place of the placeholders."""
+        found = list(token_ids)
+        for span in self.spans:
+            found[span.start : span.stop] = [hidden] * len(span.values_te)
+        return found
+
+
+GivenEmbeds = NDArray[Any] | bytes | str
+
+
+class EmbedsInput(TypedDict):
+    """A prompt as input embeddings `[tokens, hidden_size]`: an array of NumPy or JAX, or a tensor of PyTorch."""
+
+    prompt_embeds: Any
+
+
+EMBED_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Types of input embeddings, and the bytes of a number."""
+
+
+def widen_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return bfloat16 numbers, given as bits, in float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_host_array(embeds: Any) -> NDArray[Any]:
+    """Return an array of NumPy or JAX, or a tensor of PyTorch, in host memory.
+
+    NumPy cannot read bfloat16 tensors of PyTorch.
+    """
+    detach = getattr(embeds, "detach", None)
+    if detach is None:
+        return np.asarray(embeds)
+    tensor = detach().cpu()
+    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as a caller sends it: exactly one of text, token_ids and messages is set.
+    """A prompt as a caller sends it: exactly one of text, token_ids, messages and embeds is set.
 
     Attributes:
         prompt_logprobs_start: first token whose log-probability is returned; None leaves it to
@@ -162,6 +240,7 @@ class Prompt:
             may have `max_model_len` tokens.
         text_pair: second text of a pair, for a model that compares the two.
         pair_start: first token of the second text among token_ids, for models with token types.
+        embeds: input embeddings `[tokens, width]` of any floating type; or a file of `torch.save`, or its base64 text.
     """
 
     text: str | None = None
@@ -179,10 +258,13 @@ class Prompt:
     is_only_told: bool = False
     text_pair: str | None = None
     pair_start: int | None = None
+    embeds: GivenEmbeds | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
-        """Number of characters or token ids."""
+        """Number of characters, token ids or numbers."""
+        if self.embeds is not None:
+            return len(self.embeds) if isinstance(self.embeds, str | bytes) else self.embeds.size
         return len(self.text or self.token_ids or ()) + len(self.text_pair or ())
 
 
@@ -315,6 +397,7 @@ class Request:
         continued: its sequences that resume after tokens generated on another server, or have finished there.
         is_encoded: an encoder computes it.
         pair_start: first token of the second text of a pair; None without one.
+        embeds: embeddings in place of tokens of the prompt; None without any.
     """
 
     request_id: str
@@ -334,6 +417,7 @@ class Request:
     continued: tuple[ResumedSequence, ...] = ()
     is_encoded: bool = False
     pair_start: int | None = None
+    embeds: PromptEmbeds | None = field(default=None, compare=False)
 
     @property
     def prompt_logprob_positions(self) -> range:
@@ -351,6 +435,11 @@ class Request:
     def is_pooled_on_device(self) -> bool:
         """True if the device returns one state for the prompt, at the last token."""
         return self.pooling is not None and (self.pooling == "last" or (self.is_encoded and self.pooling != "all"))
+
+    @property
+    def block_digests(self) -> tuple[bytes, ...]:
+        """Digests of what else than tokens each block of the prompt has; empty for tokens only."""
+        return () if self.embeds is None else self.embeds.block_digests
 
     @property
     def adapter_number(self) -> int:
@@ -381,11 +470,18 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
     """Log-probabilities at one position: the actual token, the most likely in order, and the requested ones.
 
     Also a mapping from their token ids, with the actual token first, as in vLLM.
+
+    Attributes:
+        sampling_logprob: of the actual token in the distribution that it was sampled from, after temperature and
+            truncation; None unless the request has `sampling_logprobs`, and so is `entropy`.
+        entropy: of the model's distribution, in nats.
     """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
     asked: tuple[TokenLogprob, ...] = ()
+    sampling_logprob: float | None = None
+    entropy: float | None = None
 
     def as_dict(self) -> dict[int, TokenLogprob]:
         """Return the log-probabilities by token id."""
@@ -482,7 +578,8 @@ class SequenceDelta:
             of one array, the hidden states of all tokens in order.
         reasoning_content: chats: reasoning to append; not part of `text`.
         tool_calls: chats: parts of calls, in order; not part of `text`.
-        weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order.
+        weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order; then,
+            with 0 tokens, others that sampled beams or `best_of` sequences that it was ranked with.
     """
 
     request_id: str
@@ -523,7 +620,8 @@ class CompletionOutput:
         tool_calls: chats: the calls; not part of `text`.
         lora_request: adapter of the request, as the caller of `LLM` gave it.
         weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
-            while the request was kept. Empty while a stream continues, and from servers that do not report them.
+            while the request was kept. Versions of other beams, or samples of `best_of`, that it was ranked with have 0
+            tokens. Empty while a stream continues, and from servers that do not report them.
     """
 
     index: int
@@ -540,7 +638,7 @@ class CompletionOutput:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that sampled the last token; "" if not reported."""
+        """The last version of `weight_versions`; "" if not reported."""
         return self.weight_versions[-1].version if self.weight_versions else ""
 
     @property
@@ -616,6 +714,11 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache."""
         return self.usage.cached_tokens
+
+    @property
+    def kv_transfer_params(self) -> None:
+        """None: a request names no blocks of another server; vLLM's field."""
+        return None
 
     @property
     def weight_version(self) -> str:

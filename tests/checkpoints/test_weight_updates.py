@@ -102,6 +102,10 @@ def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Pa
     query = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(InvalidArgument, match=rf"stored together with {query} are missing: .*k_proj.*v_proj"):
         reader.open({query: given[query]})
+    (embedding,) = reader.open({"embed_tokens.weight": given["model.embed_tokens.weight"]}).leaves()
+    (same,) = reader.open({"model.embed_tokens.weight": given["model.embed_tokens.weight"]}).leaves()
+    assert embedding[0] == same[0]
+    np.testing.assert_array_equal(np.asarray(embedding[1]), np.asarray(same[1]))
 
 
 def test_arrays_of_several_libraries_are_accepted(tmp_path: Path) -> None:

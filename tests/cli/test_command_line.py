@@ -168,6 +168,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "bad_words": (["bad"], ("bad",)),
     "include_stop_str_in_output": ([], True),
     "logprob_token_ids": (["5"], (5,)),
+    "sampling_logprobs": ([], True),
     "prompt_logprobs": (["-1"], -1),
     "truncate_prompt_tokens": (["7"], 7),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputs(regex="a+")),

@@ -149,7 +149,7 @@ async def test_the_other_calls(client_of):
         ({"prompt": "a", "prompt_token_ids": [1]}, InvalidArgument, "prompt"),
         ({"prompt_token_ids": [999]}, InvalidArgument, "prompt.token_ids"),
         ({"prompt_token_ids": [-1]}, InvalidArgument, "prompt.token_ids"),
-        ({"prompt": "x" * 500}, RequestTooLong, "sampling.max_tokens"),
+        ({"prompt": "x" * 500}, RequestTooLong, "prompt"),
         ({"messages": [{"role": "user"}]}, InvalidArgument, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 1}]}, InvalidArgument, "messages[0].content"),
         ({"prompt": "x", "request_id": "\n"}, InvalidArgument, "request_id"),

@@ -18,6 +18,7 @@ from jpaged.client.errors import translated
 from jpaged.config import EngineConfig
 from jpaged.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from jpaged.peers import Prefills
+from jpaged.service.handoff import BlockFormat
 from jpaged.types import Request, SamplingParams
 from tests.route.rig import routed
 from tests.server.harness import eventually
@@ -182,7 +183,7 @@ async def test_a_server_names_the_proxy_of_a_prefill_server_that_it_does_not_rea
     prefills = Prefills(options)
     try:
         with pytest.raises(Unavailable, match=f"proxy http://{proxy.address}"):
-            await prefills.ask(Request("a", (1, 2), SamplingParams()), 0, b"", 60.0, 60.0)
+            await prefills.ask(Request("a", (1, 2), SamplingParams()), 0, BlockFormat(b"", 16), 60.0, 60.0)
     finally:
         await prefills.close()
     assert f"{ELSEWHERE} is unreachable (through the proxy http://{proxy.address})" in caplog.text

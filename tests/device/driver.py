@@ -106,6 +106,7 @@ class Driver:
             num_runs=0,
             state_sources_s=np.zeros(s, np.int32),
             state_slots_s=np.zeros(s, np.int32),
+            is_draft_s=np.zeros(s, np.bool_),
         )
 
     def sampling(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> SamplingInputs:

@@ -28,6 +28,7 @@ from jpaged.device.mesh import build_mesh, replicated, serving_mesh
 from jpaged.device.step_costs import NO_RATE, measure_rates
 from jpaged.device.transfers import (
     MAX_ON_THE_WAY,
+    BlockPlace,
     HostPool,
     WholeHostBlocks,
     content_bytes,
@@ -414,8 +415,9 @@ class Slow:
 def test_a_block_has_landed_when_nothing_is_on_its_way_to_it() -> None:
     """Transfers that have not arrived are not waited for, and those to other blocks do not count."""
     layout = KVLayout(num_layers=1, num_blocks=4, block_size=8, num_kv_heads=1, head_dim=8, dtype=np.dtype("float32"))
-    pool = HostPool(layout, 4, replicated(build_mesh(jax.devices()[:1])))
-    host = WholeHostBlocks(pool, lambda: b"")
+    sharding = replicated(build_mesh(jax.devices()[:1]))
+    pool = HostPool(layout, 4, sharding)
+    host = WholeHostBlocks(pool, lambda: b"", BlockPlace(layout, sharding), lambda block_ids: iter(()))
     contents_2 = jax.numpy.ones((2, *layout.block_shape), "float32")
     slow: Any = Slow()
 

@@ -64,7 +64,7 @@ class Served:
         return self.known["", prompt]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "granitemoehybrid"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "kimi_linear", "granitemoehybrid"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_programs: None
 ) -> Iterator[Served]:

@@ -342,6 +342,74 @@ async def test_every_token_has_a_vector(open_model: Open) -> None:
         llm.embed([IDS], pooling="all")
 
 
+def test_pooled_prompts_may_be_truncated_and_chats(open_model: Open) -> None:
+    llm = open_model()
+    (kept,) = llm.embed([IDS[-3:]])
+    for options in (
+        {"truncate_prompt_tokens": 3},
+        {"tokenization_kwargs": {"truncate_prompt_tokens": 3}},
+        {"truncate_prompt_tokens": 3, "tokenization_kwargs": {"truncate_prompt_tokens": 3}},
+    ):
+        assert llm.embed([IDS], **options)[0].values == kept.values
+        assert llm.encode([IDS], **options)[0].prompt_token_ids == tuple(IDS[-3:])
+    sides = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
+    assert llm.embed([IDS], tokenization_kwargs=sides)[0].prompt_token_ids == tuple(IDS[:2])
+    assert llm.generate([IDS], GREEDY, tokenization_kwargs=sides)[0].prompt_token_ids == tuple(IDS[:2])
+    (score,) = llm.score("xab", "yab", truncate_prompt_tokens=2, chat_template="unused")
+    assert score.outputs.score == pytest.approx(1.0)
+    turn: Any = [{"role": "user", "content": "hi"}]
+    (chat,) = llm.embed({"messages": turn, "add_generation_prompt": True, "cache_salt": "s"})
+    assert chat.prompt_token_ids == llm.chat(turn, GREEDY)[0].prompt_token_ids
+    assert len(llm.encode([{"messages": turn}])[0].prompt_token_ids) < len(chat.prompt_token_ids)
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens: is given as "):
+        llm.embed([IDS], truncate_prompt_tokens=3, pooling_params=PoolingParams(truncate_prompt_tokens=2))
+    with pytest.raises(Unsupported, match=r"tokenization_kwargs\.padding: is not supported, only add_special_tokens, "):
+        llm.embed([IDS], tokenization_kwargs={"padding": True})
+    with pytest.raises(InvalidArgument, match=r"tokenization_kwargs\.truncation_side: 'middle' is not one of"):
+        llm.embed([IDS], tokenization_kwargs={"truncation_side": "middle"})
+    with pytest.raises(InvalidArgument, match=r"\['prompt'\] given with messages"):
+        llm.embed({"messages": turn, "prompt": "a"})
+    for call in (llm.embed, lambda one, **options: llm.score(one, one, **options)):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'pooled'"):
+            call([IDS], pooled="last")
+
+
+def test_configurations_have_vllms_names(open_model: Open) -> None:
+    llm = open_model(enable_prefix_caching=False)
+    engine, model = llm.llm_engine, llm.model_config
+    assert (
+        engine.model_config.max_model_len
+        == model.max_model_len
+        == llm.llm_engine.vllm_config.model_config.max_model_len
+    )
+    assert engine.tokenizer is engine.get_tokenizer() is llm.get_tokenizer()
+    assert (model.model, model.get_vocab_size(), model.is_multimodal_model) == ("demo", 257, False)
+    config = engine.vllm_config
+    assert (config.scheduler_config.max_num_seqs, config.cache_config.num_gpu_blocks) == (8, 256)
+    assert not config.cache_config.enable_prefix_caching
+    assert config.parallel_config.tensor_parallel_size == 1
+    assert open_model(AsyncLLM).vllm_config.cache_config.block_size == config.cache_config.block_size
+    with pytest.raises(AttributeError, match=r"llm_engine\.model_executor does not exist in jpaged: .*LLMEngine"):
+        _ = engine.model_executor
+    assert not hasattr(model, "hf_config")
+    assert llm.generate([IDS], GREEDY)[0].kv_transfer_params is None
+
+
+async def test_pooled_prompts_may_have_the_length_of_the_model(open_model: Open) -> None:
+    llm, engine, longest = open_model(), open_model(AsyncLLM), [1] * 32
+    (vector,) = llm.embed(longest, use_tqdm=False)
+    assert len(vector.prompt_token_ids) == 32
+    assert llm.encode(longest, pooling_task="token_embed")[0].outputs.data.shape[0] == 32
+    assert [one.prompt_token_ids async for one in engine.encode(longest, None, "a")] == [tuple(longest)]
+    ((score,),) = llm.score_continuations([longest[:30]], [[[2, 3]]])
+    assert [one.token_id for one in score.tokens] == [2, 3]
+    for call in (llm.embed, llm.encode):
+        with pytest.raises(InvalidArgument, match=r"33 prompt tokens, over max_model_len \(32\)"):
+            call([1] * 33)
+    with pytest.raises(InvalidArgument, match=r"33 tokens are over max_model_len \(32\)"):
+        llm.score_continuations([longest[:31]], [[[2, 3]]])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "error", "problem"),
     [

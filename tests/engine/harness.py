@@ -8,16 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.executor import Geometry
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
 from jpaged.engine.speculative.draft_model import DraftModelSpeculation
 from jpaged.service.input_processor import InputProcessor, move_grammars
+from jpaged.service.prompt_embeds import with_digests
 from jpaged.structured import StructuredOutputs
 from jpaged.testing import ByteTokenizer, FakeExecutor, VirtualClock
 from jpaged.testing.fake_model import FakeMasks
-from jpaged.types import OutputEvent, Prompt, SamplingParams
+from jpaged.types import EmbeddedSpan, OutputEvent, Prompt, Request, SamplingParams
 from tests.engine.proposing import Always, Guesses, InTurn
 
 NO_EOS: frozenset[int] = frozenset()
@@ -30,6 +34,16 @@ def _speculative_config(num_tokens, num_drafted=0):
     if num_drafted:
         return json.dumps({"method": "draft_model", "model": "fake", "num_speculative_tokens": num_drafted})
     return json.dumps({"method": "ngram", "num_speculative_tokens": num_tokens}) if num_tokens else None
+
+
+def with_embedded(request: Request, positions: range, geometry: Geometry) -> Request:
+    """The request with some positions of its prompt as embeddings that stand for the same tokens."""
+    token_ids = list(request.prompt_token_ids)
+    values_te = np.zeros((len(positions), geometry.embed_width), np.float32)
+    values_te[:, 0] = token_ids[positions.start : positions.stop]
+    token_ids[positions.start : positions.stop] = [0] * len(positions)
+    embeds = with_digests([EmbeddedSpan(positions.start, values_te)], len(token_ids), geometry.block_size)
+    return dataclasses.replace(request, prompt_token_ids=tuple(token_ids), embeds=embeds)
 
 
 @dataclass
@@ -117,6 +131,7 @@ class Harness:
         adapter=None,
         grammar=None,
         generated=(),
+        embedded=range(0),
         **sampling,
     ):
         sampling.setdefault("temperature", 0.0)
@@ -132,6 +147,8 @@ class Harness:
             is_whole=is_whole,
             adapter=adapter,
         )
+        if embedded := embedded[: max(0, len(prompt) - embedded.start)]:
+            request = with_embedded(request, embedded, self.executor.geometry)
         request = move_grammars(dataclasses.replace(request, grammar=grammar))
         self.engine.submit(request, self.receive)
         return request

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from jpaged.errors import InvalidArgument, RequestTooLong
-from jpaged.testing import FakeAdapter, SeveralStepsExecutor, seeing, with_adapters
+from jpaged.testing import FakeAdapter, SeveralStepsExecutor, seeing, with_adapters, with_embeds
 from jpaged.types import FinishReason, LoadedAdapter
 from tests.engine.groups import num_swapped_blocks
 from tests.engine.harness import CheckedHarness
@@ -29,6 +29,8 @@ STREAMING = (((6, 1),), ((4, 5),), ((3, 2), (1, 2)), ((1, 9),))
 """Windows with first tokens that are seen besides: what is lossy."""
 WEIGHTS = (5, 17, 40)
 ADAPTERS = tuple(LoadedAdapter("same name", "", i, FakeAdapter(weight)) for i, weight in enumerate(WEIGHTS, 1))
+EMBEDDED = 1000
+"""What an embedding is above the token that it stands for: equal tokens are other prefixes."""
 ANY = -1
 """Ends a text that may go on with any token."""
 
@@ -42,10 +44,13 @@ class Life:
         texts: what was or will be computed with the prefix cache, by salt, tenant and adapter.
     """
 
-    def __init__(self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, **options):
+    def __init__(self, seed, windows=(None,), *, max_loras=0, kind=SeveralStepsExecutor, has_embeds=False, **options):
         self.seed, self.random, self.windows = seed, random.Random(seed), windows
         sample, choice = self.random.randint, self.random.choice
         block_size = sample(1, 4)
+        self.embedding = random.Random(5 * ~seed) if has_embeds else None
+        self.own_texts: dict[str, list[int]] = {}
+        kind = with_embeds(kind) if has_embeds else kind
         self.adapters = random.Random(seed).choices([None, *ADAPTERS] if max_loras else [None], k=1000)
         executor = with_adapters(max_loras, seeing(windows, kind))(
             num_blocks=len(windows) * (sample(24, 60) // block_size),
@@ -91,7 +96,7 @@ class Life:
         head = self.random.choice(self.families)
         if self.h.expected and self.random.random() < 0.3:
             name = self.random.choice([*self.h.expected])
-            head = [*self.requests[name].prompt_token_ids, *self.random.choice(self.h.expected[name])]
+            head = [*(token % EMBEDDED for token in self.own_texts[name]), *self.random.choice(self.h.expected[name])]
         head = head[: self.random.randint(0, MAX_LEN // 2)]
         return head + [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(not head, 2))]
 
@@ -120,8 +125,10 @@ class Life:
         try:
             tenants = {"tenant": self.random.choice("xyz"), "cache_tenant": self.random.choice(TENANTS)}
             adapter = self.adapters[len(self.requests)]
-            is_whole = len(self.requests) % 4 == 3
-            request = self.h.submit(name, prompt, is_whole=is_whole, adapter=adapter, **tenants, **sampling)
+            is_whole, embedded = len(self.requests) % 4 == 3, self.embedded()
+            request = self.h.submit(
+                name, prompt, is_whole=is_whole, adapter=adapter, embedded=embedded, **tenants, **sampling
+            )
         except RequestTooLong:
             return
         except InvalidArgument as error:
@@ -136,10 +143,20 @@ class Life:
             windows=self.windows,
             weight=0 if adapter is None else WEIGHTS[adapter.number - 1],
         )
+        prompt = self.own_texts[name] = [
+            token + EMBEDDED * (position in embedded) for position, token in enumerate(prompt)
+        ]
         if self.h.enable_prefix_caching and sampling["use_prefix_cache"]:
             is_known = not (request.sampling.beam_width or request.sampling.best_of)  # else more is sampled than told
             texts = [prompt + output for output in outputs] if is_known else [[*prompt, ANY]]
             self.texts[_owner(request)].append((name, texts))
+
+    def embedded(self):
+        """Positions that a request gives as embeddings: often the same ones."""
+        if self.embedding is None or self.embedding.random() < 0.3:
+            return range(0)
+        start = self.embedding.choice([0, 0, 3])
+        return range(start, start + self.embedding.choice([4, MAX_LEN]))
 
     def step(self):
         for _ in range(self.random.randint(1, 6)):
@@ -206,7 +223,7 @@ class Life:
         if not request.sampling.use_prefix_cache:
             return 0
         others = [text for other, texts in self.texts[_owner(request)] if other != name for text in texts]
-        num_common = max((_num_common(request.prompt_token_ids, text) for text in others), default=0)
+        num_common = max((_num_common(self.own_texts[name], text) for text in others), default=0)
         geometry = self.h.engine.geometry
         sees_first_alone = set(geometry.windows) == {1} and num_common >= geometry.num_sink_tokens > 0
         return len(request.prompt_token_ids) if sees_first_alone else num_common

@@ -53,6 +53,19 @@ def test_lives_with_a_draft_model():
     assert num_dispatches > 50 and num_drafted > 50
 
 
+@pytest.mark.parametrize("first", [6000, 6006])
+@pytest.mark.thinned(2)
+def test_lives_of_prompts_of_which_parts_are_embeddings(first):
+    num_hit_tokens = num_preemptions = num_embedded = 0
+    for seed in range(first, first + 6):
+        life = Life(seed, WINDOWS[seed % len(WINDOWS)] if seed % 2 else (None,), has_embeds=True)
+        life.run()
+        num_hit_tokens += life.h.engine.load().num_prefix_hit_tokens
+        num_preemptions += life.h.engine.load().num_preemptions
+        num_embedded += sum(request.embeds is not None for request in life.requests.values())
+    assert min(num_hit_tokens, num_preemptions, num_embedded) > 10, (num_hit_tokens, num_preemptions, num_embedded)
+
+
 def test_lives_of_more_adapters_than_slots():
     ended_of: Counter[LoadedAdapter | None] = Counter()
     for seed in range(3000, 3010):

@@ -169,9 +169,15 @@ def test_memory_that_cannot_be_restored_stays_released(monkeypatch: pytest.Monke
     def fail(tag: str) -> None:
         raise NotFound(f"no file of the {tag}")
 
+    def vanish(tag: str) -> None:
+        raise OSError("a gone disk")
+
     with monkeypatch.context() as patch:
         patch.setattr(sleeper, "wake_up", fail)
         with pytest.raises(NotFound, match="no file of the weights"):
+            done(h, h.engine.wake_up())
+        patch.setattr(sleeper, "wake_up", vanish)
+        with pytest.raises(Unavailable, match=r"cannot be read again: OSError: a gone disk; they stay asleep"):
             done(h, h.engine.wake_up())
     assert h.engine.asleep == set(SLEEP_TAGS) and h.engine.sleep_level == 2
     with pytest.raises(Unavailable):

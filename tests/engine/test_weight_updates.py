@@ -122,6 +122,40 @@ def test_every_sequence_of_a_request_reports_its_versions(sampling: dict[str, An
     assert any(len(event.weight_versions) == 2 for event in ends)
 
 
+def test_a_forked_beam_reports_the_versions_of_the_tokens_before_its_fork() -> None:
+    sequence = Sequence(0, [1, 2, 3], SequenceBlocks(4, None))
+    sequence.token_ids += [4, 5, 6]
+    twin = sequence.branch(1)
+    twin.end_version("0", root_block_hash(""))
+    twin.token_ids.append(7)
+    assert twin.count_versions("1") == (WeightVersionRun("0", 3), WeightVersionRun("1", 1))
+
+
+@pytest.mark.parametrize(
+    ("eos_token_ids", "sampling"),
+    [
+        ({6, 66, 126}, {"beam_width": 3, "n": 3}),
+        ({1, 61, 121}, {"n": 1, "best_of": 2, "temperature": 1.0, "seed": 3}),
+    ],
+    ids=["beams", "samples"],
+)
+def test_sequences_that_were_ranked_with_those_of_other_versions_name_them(
+    eos_token_ids: set[int], sampling: dict[str, Any]
+) -> None:
+    h = Harness(eos_token_ids=frozenset(eos_token_ids))
+    h.submit("a", PROMPT, max_tokens=12, **sampling)
+    for _ in range(5):
+        h.step()
+    (group,) = h.engine._loop.groups.values()
+    updated(h, FakeUpdate(2))
+    h.run()
+    early = [event for event in h.events["a"] if event.finish and len(h.tokens("a", event.index)) < 4]
+    assert early and group.num_sampled_tokens > 4
+    for event in early:
+        num_tokens = len(h.tokens("a", event.index))
+        assert event.weight_versions == (WeightVersionRun("0", num_tokens), WeightVersionRun("1", 0))
+
+
 def test_a_prefix_is_found_only_with_the_weights_that_computed_it() -> None:
     h = Harness(executor=FakeExecutor(num_host_blocks=20))
     for number, name in enumerate(["a", "b", "a"]):  # a name that returns is of other weights

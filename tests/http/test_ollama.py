@@ -118,7 +118,7 @@ async def test_embeddings_have_length_one_and_long_inputs_are_cut() -> None:
         assert alone == {"embedding": raw[0]["embedding"]}
         long = {"model": "fake", "input": "a" * 500}
         cut = (await client.post("/api/embed", json=long)).json()
-        assert cut["prompt_eval_count"] == 127
+        assert cut["prompt_eval_count"] == 128
         refused = await client.post("/api/embed", json={**long, "truncate": False})
         assert refused.status_code == 400 and refused.json()["error"].startswith("input: ")
         for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):

@@ -98,7 +98,7 @@ def delta_rule(q, k, v, decays, strengths, state=0.0):
     for t in range(num_tokens):
         for head in range(num_heads):
             query, key = q[t, head // group], k[t, head // group]
-            state = decays[t, head] * states[head]
+            state = decays[t, head][..., None] * states[head]
             state = state + np.outer(key, strengths[t, head] * (v[t, head] - key @ state))
             states[head], outputs[t, head] = state, query @ state
     return outputs, states
@@ -118,11 +118,13 @@ def mamba(x, b, c, steps, decays, state=0.0):
 
 # Sums over these axes have other bits if XLA makes them for several rows at once.
 DELTA_SHAPES = {"q": (4, 16), "k": (4, 16), "v": (8, 16), "decays": (8,), "strengths": (8,)}
+CHANNELS_SHAPES = {**DELTA_SHAPES, "decays": (8, 16)}
 MAMBA_SHAPES = {"x": (8, 16), "b": (2, 16), "c": (2, 16), "steps": (8,), "decays": (8,)}
 
 
 RULES: dict[str, tuple[Callable[..., Recurrence], Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "delta": (gated_delta_rule, delta_rule, DELTA_SHAPES),
+    "channels": (gated_delta_rule, delta_rule, CHANNELS_SHAPES),
     "mamba": (selective_scan, mamba, MAMBA_SHAPES),
 }
 STATE = (8, 16, 16)
@@ -210,25 +212,26 @@ def test_rows_of_every_length_equal_the_recurrence_in_float64(step: Apply, rule:
     check_rows(step, rule, KERNELS[kernel], LENS, 512)
 
 
+@pytest.mark.parametrize("decays", [(6,), (6, 7)], ids=["heads", "channels"])
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx2", "cpu-baseline"])
-def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str) -> None:
+def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str, decays: tuple[int, ...]) -> None:
     """The depth is no multiple of the sums at once, and columns fill neither a vector nor a strip."""
     rng = np.random.default_rng(3)
-    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": (6,), "strengths": (6,)}
+    shapes = {"q": (3, 7), "k": (3, 7), "v": (6, 37), "decays": decays, "strengths": (6,)}
     parts, state = sequence_of(shapes, 9, rng), rng.normal(size=(6, 7, 37)).astype(np.float32)
-    q, k, v, decays, strengths = map(jnp.asarray, parts)
-    one = gated_delta_rule(q, k, v, jnp.log(decays), strengths)
+    q, k, v, factors, strengths = map(jnp.asarray, parts)
+    one = gated_delta_rule(q, k, v, jnp.log(factors), strengths)
     slots_s = jnp.ones(1, jnp.int32)
     rows = RecurrentRows.of(jnp.asarray([0, 9]), slots_s < 0, slots_s, slots_s, 9, KERNELS[name])
     carry = StatefulPool((), (jnp.asarray(np.stack((state, state))[None]),))
     o, carry = recur(one, carry, rows, jnp.int32(0), (state.shape, jnp.float32), 0)
-    expected, expected_state = delta_rule(q, k, v, decays, strengths, state)
+    expected, expected_state = delta_rule(q, k, v, factors, strengths, state)
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(carry.states[0][0, 1], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
     np.testing.assert_array_equal(carry.states[0][0, 0], state)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("channels", marks=pytest.mark.long)])
 def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply, rule: str) -> None:
     """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""
     rng = np.random.default_rng(2)
@@ -245,6 +248,19 @@ def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply,
     state = rng.normal(size=(1, *STATE)).astype(np.float32)
     o, after = step(rule, parts, state, [0, BLOCK_LEN], BLOCK_LEN, KERNELS["blocks"])
     expected, expected_state = reference(*parts, state[0])
+    np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
+
+
+@pytest.mark.long
+def test_blocks_equal_the_recurrence_if_channels_decay_between_nothing_and_all(step: Apply) -> None:
+    """Logarithms from 0 to -80 in turn: products of whole blocks leave the range of float32 in both directions."""
+    rng = np.random.default_rng(8)
+    parts = sequence_of(CHANNELS_SHAPES, 2 * BLOCK_LEN + 9, rng)
+    parts[3] = np.exp(-np.minimum(np.exp(rng.normal(0, 4, parts[3].shape)), 80)).astype(np.float32)
+    state = rng.normal(size=(1, *STATE)).astype(np.float32)
+    o, after = step("channels", parts, state, [0, len(parts[0])], 160, KERNELS["blocks"])
+    expected, expected_state = delta_rule(*parts, state[0])
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
 
@@ -293,6 +309,68 @@ def test_all_states_are_read_before_one_is_written(name: str) -> None:
         expected, expected_state = delta_rule(q, k, v, np.exp(decays), strengths, state)
         np.testing.assert_allclose(o[row : row + 1], expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(after[0, slot], expected_state, rtol=1e-4, atol=1e-5)
+
+
+DRAFT_LENS = [1, 1, 1, 2, 0, 1, 1, 1, 1]
+IS_DRAFT = [False, True, True, False, False, False, True, True, True]
+DRAFT_SOURCES, DRAFT_SLOTS = [1, 1, 1, 2, 0, 3, 3, 3, 3], [1, 4, 5, 2, 0, 6, 7, 3, 8]
+"""Two sequences with drafts. One is in place, the other is a fork, with a draft in the slot that it reads."""
+
+
+def draft_rows(kernel: RecurrenceKernel) -> RecurrentRows:
+    starts_s1, is_draft_s = jnp.asarray(np.cumsum([0, *DRAFT_LENS]), jnp.int32), jnp.asarray(IS_DRAFT)
+    sources_s, slots_s = jnp.asarray(DRAFT_SOURCES), jnp.asarray(DRAFT_SLOTS)
+    return RecurrentRows.of(starts_s1, jnp.zeros(len(IS_DRAFT), bool), sources_s, slots_s, 12, kernel, is_draft_s)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "name", ["cpu", *(pytest.param(name, marks=pytest.mark.long) for name in ("tokens", "blocks", "static-blocks"))]
+)
+def test_drafts_leave_the_state_after_each_token_in_a_slot(rule: str, name: str) -> None:
+    """On a CPU with the bits of tokens that run one after another."""
+    rng = np.random.default_rng(8)
+    make, _, shapes = RULES[rule]
+    parts = sequence_of(shapes, 12, rng)
+    parts = [np.log(x) if name == "decays" else x for name, x in zip(shapes, parts, strict=True)]
+    states = rng.normal(size=(1, 9, *STATE)).astype(np.float32)
+    kernel, blank = KERNELS[name], (STATE, jnp.float32)
+
+    def run(parts: list[np.ndarray], rows: RecurrentRows, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        carry = StatefulPool((), (jnp.asarray(states),))
+        o, carry = recur(make(*map(jnp.asarray, parts)), carry, rows, jnp.int32(0), blank, 0)
+        return np.asarray(o), np.asarray(carry.states[0])
+
+    o, after = run(parts, draft_rows(kernel), states)
+    begin, before = 0, np.zeros(0)
+    for length, is_draft, source, slot in zip(DRAFT_LENS, IS_DRAFT, DRAFT_SOURCES, DRAFT_SLOTS, strict=True):
+        before = before if is_draft else states[:, [source] * 2]
+        one = RecurrentRows.of(jnp.asarray([0, length]), jnp.zeros(1, bool), *jnp.ones((2, 1), int), length, kernel)
+        if length:
+            expected, state = run([x[begin : begin + length] for x in parts], one, before)
+            atol = 0 if kernel.backend != "blocks" else 1e-5
+            np.testing.assert_allclose(o[begin : begin + length], expected, rtol=0, atol=atol * np.abs(expected).max())
+            np.testing.assert_allclose(after[:, slot], state[:, 1], rtol=0, atol=atol * np.abs(state).max())
+            before = state
+        begin += length
+
+
+@pytest.mark.parametrize("num_taps", [2, 4])
+def test_drafts_leave_the_window_after_each_token(num_taps: int) -> None:
+    rng = np.random.default_rng(num_taps)
+    weights = rng.normal(size=(WIDTH, num_taps)).astype(np.float32)
+    u_te = rng.normal(size=(12, WIDTH)).astype(np.float32)
+    kept = rng.normal(size=(9, num_taps - 1, WIDTH)).astype(np.float32)  # of each slot
+    rows = draft_rows(KERNELS["tokens"])
+    window_sek = jnp.asarray(kept[np.array(DRAFT_SOURCES)].transpose(0, 2, 1))
+    y, after = map(np.asarray, short_convolution(jnp.asarray(u_te), window_sek, jnp.asarray(weights), rows))
+    begin, seen = 0, np.zeros(0)
+    for row, (length, is_draft, source) in enumerate(zip(DRAFT_LENS, IS_DRAFT, DRAFT_SOURCES, strict=True)):
+        seen = np.concatenate([seen if is_draft else kept[source], u_te[begin : begin + length]])
+        expected = convolved(seen, weights)[len(seen) - length :]
+        np.testing.assert_allclose(y[begin : begin + length], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(after[row].T, seen[len(seen) - num_taps + 1 :])
+        begin += length
 
 
 def test_operands_that_contradict_each_other_are_refused_by_the_kernel(step: Apply) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jpaged.checkpoints.names import model_leaves
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import check_recurrent, state_checkpoint_interval
 from jpaged.device.context import recurrence_kernel
@@ -16,10 +17,11 @@ from jpaged.device.mesh import MODEL_AXIS
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
+from jpaged.models.families.deepseek import DeepseekConfig
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
 from jpaged.models.registry import find_family
-from jpaged.models.sharding import largest_split, pad_for_sharding
+from jpaged.models.sharding import largest_split, pad_for_sharding, with_dp_attention, with_parallel_experts
 from jpaged.plan.known_models import KNOWN_MODELS
 from tests.models.tiny import tiny_case
 
@@ -199,6 +201,57 @@ QWEN35_9B: dict[str, object] = {
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
+KIMI_LINEAR_48B: dict[str, object] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 163839,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "transformers_version": "4.57.1",
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
 ATTENDING = [2, 5, 8, 10, 12, 14]
 
 
@@ -247,6 +300,55 @@ def test_all_layers_of_qwen35_moe_have_experts() -> None:
     images = dataclasses.replace(config, architecture="Qwen3_5MoeForConditionalGeneration")
     assert from_hf(to_hf(images)) == images
     assert from_hf(to_hf(config)) == config
+
+
+def test_kimi_linear_is_read_as_published() -> None:
+    """Its layers count from 1, and those with attention have latents; nothing is rotated."""
+    config = from_hf(KIMI_LINEAR_48B)
+    assert isinstance(config, DeepseekConfig)
+    assert (config.delta, config.conv_len) == (DeltaShape(32, 32, 128, 128), 4)
+    assert [index for index, kind in enumerate(config.layer_kinds) if not kind.states] == [3, 7, 11, 15, 19, 23, 26]
+    assert [kind.is_sparse for kind in config.layer_kinds] == [False] + [True] * 26
+    assert (config.head_dim, config.value_dim, config.num_kv_heads, config.ropes) == (576, 512, 1, ())
+    assert {kind.scale for kind in config.attention_kinds} == {192**-0.5}
+    assert config.mixture is not None
+    assert (config.mixture.routing.top_k, config.mixture.routing.scale, config.mixture.shared_width) == (8, 2.446, 1024)
+    window, matrices = 3 * 4096 * 3 * 2, 32 * 128 * 128 * 4
+    assert count_state_bytes(config.layer_kinds, np.dtype(np.float16)) == 20 * (window + matrices)
+    assert from_hf(to_hf(config)) == config == KNOWN_MODELS["kimi-linear-48b-a3b"].config
+
+
+def test_kimi_linear_as_transformers_writes_it_equals_the_published_file() -> None:
+    """Layers by type, the sizes of delta attention outside their section, and standard names."""
+    config = from_hf(KIMI_LINEAR_48B)
+    renamed: dict[str, object] = {key: value for key, value in KIMI_LINEAR_48B.items() if key != "linear_attn_config"}
+    for name, published in (
+        ("max_position_embeddings", "model_max_length"),
+        ("n_group", "num_expert_group"),
+        ("norm_topk_prob", "moe_renormalize"),
+        ("num_experts_per_tok", "num_experts_per_token"),
+        ("num_local_experts", "num_experts"),
+        ("n_shared_experts", "num_shared_experts"),
+    ):
+        renamed[name] = renamed.pop(published)
+    types = ["linear_attention" if kind.states else "full_attention" for kind in config.layer_kinds]
+    sparse = ["dense"] + ["sparse"] * 26
+    renamed |= {"layer_types": types, "mlp_layer_types": sparse, "linear_num_heads": 32, "linear_head_dim": 128}
+    assert from_hf(renamed) == config
+
+
+@pytest.mark.parametrize("part", ["mlp", "block_sparse_moe"])
+def test_dense_layers_of_kimi_linear_have_the_names_of_published_files_and_of_transformers(part: str) -> None:
+    config = from_hf(KIMI_LINEAR_48B)
+    names = {f"model.layers.0.{part}.{name}_proj.weight" for name in ("gate", "up", "down")}
+    found = {name for leaf in model_leaves(config, {"model.norm.weight", *names}).layers[0] for name, _ in leaf.tensors}
+    assert names < found
+
+
+def test_data_parallel_attention_is_refused_next_to_recurrent_state() -> None:
+    config = with_parallel_experts(read("kimi_linear"))
+    with pytest.raises(InvalidArgument, match="enable_dp_attention: is on, but KimiLinearForCausalLM has recurrent"):
+        with_dp_attention(config)
 
 
 def test_feed_forwards_of_nemotron_belong_to_the_layers_before() -> None:
@@ -381,6 +483,19 @@ def test_only_layers_with_attention_are_in_blocks(in_stacks: bool) -> None:
         ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 is True"),
         ("nemotron_h_moe", {"moe_latent_size": 16}, "moe_latent_size is 16"),
         ("nemotron_h_moe", {"mlp_hidden_act": "relu"}, "only the activation relu2"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False"),
+        ("kimi_linear", {"layer_types": ["linear_attention"] * 4}, "no layer has attention"),
+        ("kimi_linear", {"model_max_length": 128}, "max_position_embeddings: is 256, but model_max_length is 128"),
+        ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "unknown setting gate_lower_bound"),
+        ("kimi_linear", {"linear_attn_config": {"use_full_rank_gate": True}}, "use_full_rank_gate is True"),
+        ("kimi_linear", {"linear_attn_config": {"short_conv_kernel_size": 1}}, "is 1; it must be from 2 to 64"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [4]}, "layer_types": None},
+            "kda_layers: and full_attn_layers must name",
+        ),
+        ("kimi_linear", {"use_grouped_topk": False}, "use_grouped_topk is False; experts are chosen from 4 groups"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "scored by a sigmoid"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no layer has attention"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("mamba2", {"use_bias": True}, "use_bias is True"),

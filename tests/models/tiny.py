@@ -246,7 +246,13 @@ def _recurrent() -> list[TinyCase]:
     dense |= {"position_embedding_type": "rope", "layer_types": ["mamba", "mamba", "attention", "mamba"]}
     pure: dict[str, object] = {"hidden_size": 48, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 12}
     pure |= {"state_size": 16, "expand": 2, "pad_token_id": 0, "tie_word_embeddings": True, "n_groups": 2}
+    kimi: dict[str, object] = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 32}
+    kimi |= {"linear_num_heads": 8, "linear_head_dim": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16}
+    kimi |= {"layer_types": ["linear_attention", "full_attention"] * 2, "v_head_dim": 20, "num_shared_experts": 2}
+    kimi |= {"num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 40}
+    kimi |= {"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     return [
+        _variant("kimi_linear", "KimiLinear", 40, **kimi),
         _variant("lfm2", "Lfm2", 40, **conv),
         _variant("lfm2_moe", "Lfm2Moe", 40, **conv_experts),
         _variant("qwen3_next", "Qwen3Next", 40, **delta),

@@ -107,8 +107,8 @@ MEMORY_FAULTS = (
     Fault(
         "a prompt finds blocks that have been evicted since",
         "kv_cache/prefix_cache.py",
-        "asked = (leader.kv.rank, cache.num_changes, limit, parent, rest)",
-        "asked = (leader.kv.rank, limit, parent, rest)",
+        "asked = (leader.kv.rank, cache.num_changes, limit, parent, rest, leader.kv.digests)",
+        "asked = (leader.kv.rank, limit, parent, rest, leader.kv.digests)",
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(

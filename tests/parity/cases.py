@@ -75,6 +75,7 @@ FAMILIES = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "kimi_linear",
     "granitemoehybrid",
     "nemotron_h",
     "nemotron_h_moe",

@@ -64,7 +64,7 @@ SENT = [
         "chat.messages",
         "500000 messages; at most 8192",
     ),
-    ("Generate", lambda: generate(text="x" * 1_000_000), "sampling.max_tokens", "1000000 bytes of text"),
+    ("Generate", lambda: generate(text="x" * 1_000_000), "prompt", "1000000 bytes of text"),
     (
         "Tokenize",
         lambda: inference_pb2.TokenizeRequest(text="x" * 1_000_000),
@@ -74,7 +74,7 @@ SENT = [
     (
         "Generate",
         lambda: generate(token_ids=inference_pb2.TokenIds(ids=IDS)),
-        "sampling.max_tokens",
+        "prompt",
         "over max_model_len (128)",
     ),
     (
@@ -123,7 +123,7 @@ SENT = [
             inputs=[inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=IDS))]
         ),
         "inputs[0]",
-        "1000000 tokens are not below max_model_len (128)",
+        "1000000 tokens are over max_model_len (128)",
     ),
     ("PinPrefix", lambda: pinned(IDS), "token_ids", "1000000 tokens are not below max_model_len (128)"),
 ]

@@ -71,6 +71,7 @@ SAMPLING: dict[str, Any] = {
     "bad_words": ("a", "b c"),
     "include_stop_str_in_output": True,
     "logprob_token_ids": (4, 9),
+    "sampling_logprobs": True,
     "prompt_logprobs": -1,
     "truncate_prompt_tokens": 12,
     "structured_outputs": StructuredOutputs(choice=["a", "b"], always_complete=True),
@@ -163,7 +164,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         token_ids=(1, 2),
         logprobs=(
             PositionLogprobs(TokenLogprob(1, -0.5, 2), (TokenLogprob(3, -0.25, 1),)),
-            PositionLogprobs(TokenLogprob(2, -1.5)),
+            PositionLogprobs(TokenLogprob(2, -1.5), sampling_logprob=-1.25, entropy=0.0),
         ),
         finish=SequenceFinish(FinishReason.STOP, "END"),
         cumulative_logprob=-2.0,

@@ -133,7 +133,7 @@ async def test_a_call_that_names_what_there_is_not_begins_nothing(rig, asker, ki
 async def test_a_part_that_cannot_be_is_found_before_any_runs(rig):
     with pytest.raises(InvalidArgument, match=r"^continuations\[2\]: is empty$"):
         await rig.score("p", ["x", "y", ""])
-    with pytest.raises(RequestTooLong, match=r"^inputs\[1\]: 200 tokens are not below max_model_len \(128\)$"):
+    with pytest.raises(RequestTooLong, match=r"^inputs\[1\]: 200 tokens are over max_model_len \(128\)$"):
         await rig.embed(["x", "y" * 200])
     with pytest.raises(InvalidArgument, match=r"^continuations: have 4195000 characters and token ids"):
         await score(rig.service, CallerOptions(), _unread, 4_195_000)

@@ -178,8 +178,8 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_told_of(input_processo
         ({"messages": [TURN, {"role": "user", "content": "x" * MIN_MAX_CHAT_BYTES}]}, "chat.messages"),
         ({"messages": [TURN, {"role": "user", "content": "\udc80"}]}, "chat.messages[1].content"),
         ({"text": "a\ud800"}, "prompt"),
-        ({"text": "x" * 5000}, "sampling.max_tokens"),
-        ({"token_ids": range(10**12)}, "sampling.max_tokens"),
+        ({"text": "x" * 5000}, "prompt"),
+        ({"token_ids": range(10**12)}, "prompt"),
         ({"token_ids": [1.0]}, "prompt.token_ids"),
     ],
 )
@@ -272,9 +272,7 @@ class Unasked(ByteTokenizer):
 def test_what_cannot_fit_is_refused_before_it_is_tokenised():
     input_processor = InputProcessor(Unasked(), FakeExecutor().geometry)
     sampling = SamplingParams()
-    with pytest.raises(
-        RequestTooLong, match=r"sampling\.max_tokens: 5000 bytes of text, over the limit of 4096: max_mod"
-    ):
+    with pytest.raises(RequestTooLong, match=r"prompt: 5000 bytes of text, over the limit of 4096: max_mod"):
         input_processor.make_request(request_id="a", sampling=sampling, prompt=Prompt(text="\u00e9" * 2500))
     with pytest.raises(InvalidArgument, match=r"chat\.messages: 8193 messages; at most 8192"):
         input_processor.make_request(request_id="a", sampling=sampling, prompt=Prompt(messages=[TURN] * 8193))

@@ -91,9 +91,9 @@ def test_what_continuations_share_is_held_once(processor):
         ("", ["x"], InvalidArgument, "prompt: is empty: at least one token is needed"),
         ([], ["x"], InvalidArgument, "prompt: is empty: at least one token is needed"),
         ([999], ["x"], InvalidArgument, "prompt: 999 is not a token id from 0 to 256"),
-        ("p" * 127, ["x"], RequestTooLong, "continuations[0]: with the prompt, 128 tokens are not below max_model_len"),
+        ("p" * 127, ["xy"], RequestTooLong, "continuations[0]: with the prompt, 129 tokens are over max_model_len"),
         ("p" * 128, ["x"], RequestTooLong, "prompt: 128 tokens are not below max_model_len (128)"),
-        ([1] * 9, ["x", [1] * 119], RequestTooLong, "continuations[1]: with the prompt, 128 tokens are not below"),
+        ([1] * 9, ["x", [1] * 120], RequestTooLong, "continuations[1]: with the prompt, 129 tokens are over max_model"),
         ("p", ["x" * 5000], RequestTooLong, "continuations[0]: 5001 bytes of text, over the limit of 4096"),
         ("p" * 5000, ["x"], RequestTooLong, "prompt: 5000 bytes of text, over the limit of 4096"),
     ],
@@ -111,8 +111,8 @@ def test_what_cannot_be_scored_names_the_part_and_the_limit(processor, prompt, c
     [
         (["x", ""], "inputs[1]: is empty"),
         (["x", [257]], "inputs[1]: 257 is not a token id"),
-        (["x" * 128], "inputs[0]: 128 tokens are not below max_model_len (128)"),
-        ([[1] * 128], "inputs[0]: 128 tokens are not below max_model_len (128)"),
+        (["x" * 129], "inputs[0]: 129 tokens are over max_model_len (128)"),
+        ([[1] * 129], "inputs[0]: 129 tokens are over max_model_len (128)"),
     ],
 )
 def test_what_cannot_be_embedded_names_the_input_and_the_limit(processor, inputs, message):

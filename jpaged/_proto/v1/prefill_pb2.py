@@ -26,7 +26,7 @@ from jpaged._proto.v1 import inference_pb2 as jpaged_dot_v1_dot_inference__pb2
 from jpaged._proto.v1 import prefixes_pb2 as jpaged_dot_v1_dot_prefixes__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/prefill.proto\x12\tjpaged.v1\x1a\x19jpaged/v1/inference.proto\x1a\x18jpaged/v1/prefixes.proto\"\x9a\x01\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.jpaged.v1.GenerateRequest\x12\x13\n\x0bkv_identity\x18\x02 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tenant\x18\x04 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x05 \x01(\r\"q\n\x0fPrefillResponse\x12+\n\x04told\x18\x01 \x01(\x0b\x32\x1b.jpaged.v1.GenerateResponseH\x00\x12)\n\x06pieces\x18\x02 \x01(\x0b\x32\x17.jpaged.v1.PrefixPiecesH\x00\x42\x06\n\x04what2T\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.jpaged.v1.PrefillRequest\x1a\x1a.jpaged.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/prefill.proto\x12\tjpaged.v1\x1a\x19jpaged/v1/inference.proto\x1a\x18jpaged/v1/prefixes.proto\"\xdd\x01\n\x0ePrefillRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.jpaged.v1.GenerateRequest\x12\x13\n\x0bkv_identity\x18\x02 \x01(\x0c\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_tenant\x18\x04 \x01(\t\x12\x18\n\x10num_known_blocks\x18\x05 \x01(\r\x12\x15\n\rdata_protocol\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0emodel_identity\x18\x08 \x01(\x0c\"\x99\x01\n\x0fPrefillResponse\x12+\n\x04told\x18\x01 \x01(\x0b\x32\x1b.jpaged.v1.GenerateResponseH\x00\x12)\n\x06pieces\x18\x02 \x01(\x0b\x32\x17.jpaged.v1.PrefixPiecesH\x00\x12&\n\x05offer\x18\x03 \x01(\x0b\x32\x15.jpaged.v1.BlockOfferH\x00\x42\x06\n\x04what\"\xd0\x01\n\nBlockOffer\x12\x0c\n\x04uuid\x18\x01 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_shape\x18\x04 \x03(\r\x12(\n\x05parts\x18\x05 \x03(\x0b\x32\x19.jpaged.v1.BlockOfferPart\x12\r\n\x05sizes\x18\x06 \x03(\r\x12\x10\n\x08num_rows\x18\x07 \x03(\r\x12\x0f\n\x07indices\x18\x08 \x03(\r\x12\x11\n\tkv_groups\x18\t \x03(\r\x12\x10\n\x08last_key\x18\n \x01(\x0c\".\n\x0e\x42lockOfferPart\x12\r\n\x05\x62\x65gin\x18\x01 \x03(\r\x12\r\n\x05shape\x18\x02 \x03(\r\"6\n\x11\x46inishPullRequest\x12\x0c\n\x04uuid\x18\x01 \x01(\x06\x12\x13\n\x0bis_received\x18\x02 \x01(\x08\"\x14\n\x12\x46inishPullResponse2\x9f\x01\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x19.jpaged.v1.PrefillRequest\x1a\x1a.jpaged.v1.PrefillResponse0\x01\x12I\n\nFinishPull\x12\x1c.jpaged.v1.FinishPullRequest\x1a\x1d.jpaged.v1.FinishPullResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jpaged._proto.v1.prefill_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=92
-  _globals['_PREFILLREQUEST']._serialized_end=246
-  _globals['_PREFILLRESPONSE']._serialized_start=248
-  _globals['_PREFILLRESPONSE']._serialized_end=361
-  _globals['_PREFILLSERVICE']._serialized_start=363
-  _globals['_PREFILLSERVICE']._serialized_end=447
+  _globals['_PREFILLREQUEST']._serialized_end=313
+  _globals['_PREFILLRESPONSE']._serialized_start=316
+  _globals['_PREFILLRESPONSE']._serialized_end=469
+  _globals['_BLOCKOFFER']._serialized_start=472
+  _globals['_BLOCKOFFER']._serialized_end=680
+  _globals['_BLOCKOFFERPART']._serialized_start=682
+  _globals['_BLOCKOFFERPART']._serialized_end=728
+  _globals['_FINISHPULLREQUEST']._serialized_start=730
+  _globals['_FINISHPULLREQUEST']._serialized_end=784
+  _globals['_FINISHPULLRESPONSE']._serialized_start=786
+  _globals['_FINISHPULLRESPONSE']._serialized_end=806
+  _globals['_PREFILLSERVICE']._serialized_start=809
+  _globals['_PREFILLSERVICE']._serialized_end=968
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=jpaged_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.FinishPull = channel.unary_unary(
+                '/jpaged.v1.PrefillService/FinishPull',
+                request_serializer=jpaged_dot_v1_dot_prefill__pb2.FinishPullRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_prefill__pb2.FinishPullResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -57,6 +62,14 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FinishPull(self, request, context):
+        """Ends an offer of a Prefill call. If it was not received, the server frees its memory and sends the blocks as pieces.
+        An offer that has ended already is ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -64,6 +77,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=jpaged_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'FinishPull': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishPull,
+                    request_deserializer=jpaged_dot_v1_dot_prefill__pb2.FinishPullRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_prefill__pb2.FinishPullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +112,33 @@ class PrefillService:
             '/jpaged.v1.PrefillService/Prefill',
             jpaged_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             jpaged_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishPull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.PrefillService/FinishPull',
+            jpaged_dot_v1_dot_prefill__pb2.FinishPullRequest.SerializeToString,
+            jpaged_dot_v1_dot_prefill__pb2.FinishPullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -179,6 +179,7 @@ def read_mxfp4_config(fields: JsonFields) -> Mxfp4:
     return Mxfp4(Quantization("mxfp4", rules))
 
 
+BITSANDBYTES = "bitsandbytes"
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
 _SCALE, _FORMAT = "SCB", "weight_format"

@@ -33,6 +33,7 @@ from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.quantized.compressed_tensors import FLOATING, PACKED
 from jpaged.checkpoints.quantized.scheme import Shape, StoredMatrix, numbers_to_words
 from jpaged.checkpoints.tensor_files import StoredTensor, TensorSource, read_weight
+from jpaged.config.engine_options import OWN_QUANTIZATIONS
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.quantized import round_to
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
@@ -48,12 +49,13 @@ FORMATS: Mapping[Asked, MatrixFormat] = {
     "fp8": MatrixFormat("fp8", activations="fp8"),
 }
 
-_OWN: Mapping[str, str] = {
-    **{name: name for name in ("auto-round", "awq", "compressed-tensors", "gguf", "gptq", "mxfp4")},
-    "awq_marlin": "awq",
-    "gptq_marlin": "gptq",
+_OWN: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in OWN_QUANTIZATIONS},
+    "awq_marlin": ("awq",),
+    "gptq_marlin": ("gptq",),
+    "moe_wna16": ("awq", "gptq"),
 }
-"""Names of a checkpoint's own method that the option accepts, vLLM's among them, and the method."""
+"""Names of a checkpoint's own method that the option accepts, vLLM's among them, and the methods."""
 
 _ALL = "-all"
 _OUTER_FORMAT = MatrixFormat("int8")
@@ -68,11 +70,13 @@ def quantized_here(config: ModelConfig, asked: str) -> ModelConfig:
     Raises:
         InvalidArgument: the checkpoint is quantized already, or not with the method that the option names.
     """
-    own = None if config.quantization is None else config.quantization.method
-    if asked in _OWN and own != _OWN[asked]:
+    own = config.widened_method if config.quantization is None else config.quantization.method
+    if asked in _OWN and own not in _OWN[asked]:
         problem = "is not quantized" if own is None else f"is quantized with {own}"
-        raise InvalidArgument("quantization", f"is {asked}, but the checkpoint {problem}: remove the option")
-    if own is not None and asked == own:
+        advice = f"remove the option, or use one of {', '.join(ASKED)}, which quantize while loading"
+        advice = advice if own is None else "remove the option"
+        raise InvalidArgument("quantization", f"is {asked}, but the checkpoint {problem}: {advice}")
+    if own is not None and (asked in _OWN or asked == own):
         return config
     form = {**FORMATS}.get(cast(Asked, asked.removesuffix(_ALL)))
     if form is None:

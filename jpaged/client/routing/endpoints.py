@@ -45,7 +45,7 @@ _LOAD_AGE_S = 1.0
 _SLACK = 2
 _SHARE_AHEAD = 0.5
 """A server whose load exceeds the lowest one by this share of the mean, or by _SLACK, is skipped."""
-_KEY_CHARS, _KEY_TOKENS = 1024, 256
+_KEY_CHARS, _KEY_TOKENS, _KEY_EMBED_BYTES = 1024, 256, 1 << 18
 """Length of a prompt's beginning that is hashed."""
 
 
@@ -330,6 +330,9 @@ def get_key(request: Any) -> bytes | None:
             start = request.text[:_KEY_CHARS]
         case "token_ids":
             start = repr(request.token_ids.ids[:_KEY_TOKENS])
+        case "prompt_embeds":
+            given = request.prompt_embeds.values or request.prompt_embeds.torch_file
+            start = hashlib.sha256(given[:_KEY_EMBED_BYTES]).hexdigest()
         case _:
             start = ""
             for message in request.chat.messages:

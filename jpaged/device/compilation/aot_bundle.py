@@ -71,6 +71,7 @@ class CompileTarget:
         layers: how layers run, see `jpaged.models.stack`.
         cascade: digest of the costs of cascade attention; empty if it is off.
         max_loras: adapter slots; 0 is none.
+        enable_prompt_embeds: forwards take input embeddings.
         speculation: digest of the draft model and how it runs; empty if there is none.
     """
 
@@ -101,6 +102,7 @@ class CompileTarget:
     max_lora_rank: int
     enable_dora: bool
     enable_lm_head_lora: bool
+    enable_prompt_embeds: bool
     speculation: str
     compiler_options: str
 
@@ -136,6 +138,7 @@ class CompileTarget:
             max_lora_rank=step.slots.max_rank if step.slots else 0,
             enable_dora=step.slots is not None and step.slots.has_vectors,
             enable_lm_head_lora=step.slots is not None and step.slots.has_output,
+            enable_prompt_embeds=geometry.embed_width > 0,
             speculation=_digest_of_draft(step.draft) if step.draft else "",
             compiler_options=json_text.dumps(
                 compiler_options(device, dense_formats(model.config), overlaps_sums=step.overlaps_sums), sort_keys=True

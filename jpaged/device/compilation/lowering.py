@@ -114,8 +114,8 @@ def sized_step(
         draft: the draft model, if the options require one.
 
     Raises:
-        InvalidArgument: max_model_len is beyond the model's, the model cannot be split over the mesh, or a draft model
-            does not match it.
+        InvalidArgument: max_model_len is beyond the model's, the model takes no embeddings or cannot be split over the
+            mesh, or a draft model does not match it.
         Unsupported: the chosen attention backend cannot run the model.
     """
     check_recurrent(model.config, options, mesh)
@@ -158,6 +158,8 @@ def _sized_step(
         dp_size=dp_size,
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
+        embed_width=(embed_width := _embed_width(config, options)),
+        embed_max=_largest_number(model.dtype) if embed_width else 0.0,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
             options.cache,
@@ -279,6 +281,24 @@ def check_recurrent(config: ModelConfig, options: EngineConfig, mesh: Mesh) -> N
     options.check_recurrent(config.architecture)
     if _is_of_several_processes(mesh):
         raise InvalidArgument("num_processes", f"{config.architecture} has recurrent state, which needs one process")
+
+
+def _largest_number(dtype: np.dtype) -> float:
+    return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+
+
+def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
+    """Return the width of the input embeddings that steps take; 0 without the option.
+
+    Raises:
+        InvalidArgument: the model does not take any.
+    """
+    if not options.model.enable_prompt_embeds:
+        return 0
+    if config.is_encoder or not config.embed_width:
+        reason = "generates nothing" if config.is_encoder else "has inputs of each layer that only tokens have"
+        raise InvalidArgument("enable_prompt_embeds", f"True, but {config.architecture} {reason}")
+    return config.embed_width
 
 
 def blocks_of_rank(num_blocks: int | None, dp_size: int) -> int | None:
@@ -408,7 +428,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
             watches = step.draft is not None and step.draft.is_head
             outputs = (of_served, whole, whole) if watches else (of_served, whole)
             jitted = jax.jit(forward, donate_argnums=1, out_shardings=outputs, compiler_options=options(spec))
-            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32))
+            embeds = [shape((spec.size, geometry.embed_width), model.dtype)] if geometry.embed_width else []
+            return jitted.lower(params, pool, last_tokens, shape((packing.size,), np.int32), *embeds)
         if spec.kind == "decode":
             several = DecodePacking(forward_packing(spec.size, geometry), spec.size)
             decode = functools.partial(packed_decode, step, packing=several)
@@ -580,7 +601,7 @@ class ServerPrograms:
             memory_utilization=cache.memory_utilization
             or platform_default("memory_utilization", first_device(self.step.mesh).platform),
             weight_bytes=self.weight_bytes,
-            state_bytes=self._state_bytes(self.geometry.max_num_seqs),
+            state_bytes=self._state_bytes(self.geometry.num_running_states),
             checkpoint_bytes=self._state_bytes(1) - self._state_bytes(0),
             blocks_per_checkpoint=self.geometry.blocks_per_checkpoint,
             num_blocks=self._num_encoder_blocks if cache.num_blocks is None else num_blocks,
@@ -643,6 +664,9 @@ class ServerPrograms:
         loading = of_kind.get("load_adapter")
         if loading is not None:  # one adapter in flight to its slot
             moving += loading.argument_bytes - loading.alias_bytes
+        if embed_width := self.geometry.embed_width:  # of two steps, and of those without any
+            num_rows = _OVERLAPPED * buckets.tokens[-1] + sum(buckets.tokens)
+            moving += num_rows * embed_width * self.step.model.dtype.itemsize
         return _OVERLAPPED * (outputs + 4 * words + last_tokens) + moving + self._edit_bytes(of_kind)
 
     def _edit_bytes(self, of_kind: Mapping[str, ProgramReport]) -> int:

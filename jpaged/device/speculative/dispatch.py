@@ -34,11 +34,48 @@ class Reached:
         ids_r: the last token of each row, whose keys are in neither pool.
         num_done_r: tokens that each row has sampled.
         has_ended_r: rows that sample no more.
+        states: slots of recurrent state; None without recurrent layers.
     """
 
     ids_r: Int[Array, "R"]
     num_done_r: Int[Array, "R"]
     has_ended_r: Bool[Array, "R"]
+    states: DraftStates | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class DraftStates:
+    """Slots of the recurrent states of the rows: a round writes the state after each of its tokens to another one.
+
+    slots       4  5  6       the row's own, and those of its draft tokens
+    round 1     w  w  w       two tokens are accepted: 5 is the state
+    slots       5  4  6
+    round 2     w  w  w       reads 5
+
+    Attributes:
+        sources_r: slot that the next round reads.
+        slots_rw: slots that it writes, for each token; the first one is the row's state after the last round.
+    """
+
+    sources_r: Int[Array, "R"]
+    slots_rw: Int[Array, "R W"]
+
+    def get_inputs(self, is_written_rw: Bool[Array, "R W"]) -> dict[str, jax.Array]:
+        """Return the fields of a step with a row for each token of each row."""
+        num_rows, width = self.slots_rw.shape
+        return {
+            "state_sources_s": jnp.repeat(self.sources_r, width),
+            "state_slots_s": jnp.where(is_written_rw, self.slots_rw, 0).reshape(-1),
+            "is_draft_s": jnp.tile(jnp.arange(width) > 0, num_rows),
+        }
+
+    def accept(self, counts_r: Int[Array, "R"]) -> DraftStates:
+        """Return the slots after a round in which the rows accepted these numbers of tokens."""
+        lasts_r = jnp.maximum(counts_r - 1, 0)
+        states_r = jnp.take_along_axis(self.slots_rw, lasts_r[:, None], axis=1)[:, 0]
+        slots_rw = self.slots_rw.at[jnp.arange(len(lasts_r)), lasts_r].set(self.slots_rw[:, 0]).at[:, 0].set(states_r)
+        return DraftStates(jnp.where(counts_r > 0, states_r, self.sources_r), slots_rw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +206,28 @@ class Dispatch:
         return jnp.clip(sampled.token_ids_r, 0, last_id)
 
 
-_NUM_COUNTS = 3
-"""Columns before the sampled tokens: tokens of the round, proposals, accepted proposals."""
+_NUM_COUNTS = 4
+"""Columns before the sampled tokens: tokens of the round, proposals, accepted proposals, slot of the state after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculatePacking:
     """One host buffer for all inputs of rounds of R rows. Hashable: static under jit.
 
-    inputs of a decode | tokens that each row may still sample [R]
+    inputs of a decode | tokens that each row may still sample [R] | slots for states after draft tokens [R, K]
+
+    Attributes:
+        num_drafts: K; 0 without recurrent layers.
     """
 
     decode: DecodePacking
+    num_drafts: int = 0
 
     @classmethod
     def of(cls, num_rows: int, geometry: Geometry) -> SpeculatePacking:
         """Return the packing for this number of rows."""
-        return cls(DecodePacking(forward_packing(num_rows, geometry), num_rows))
+        num_drafts = geometry.num_speculative_tokens if geometry.state_bytes else 0
+        return cls(DecodePacking(forward_packing(num_rows, geometry), num_rows), num_drafts)
 
     @property
     def num_rows(self) -> int:
@@ -193,7 +235,7 @@ class SpeculatePacking:
 
     @property
     def size(self) -> int:
-        return self.decode.size + self.num_rows
+        return self.decode.size + self.num_rows * (1 + self.num_drafts)
 
     def pack(
         self,
@@ -205,7 +247,26 @@ class SpeculatePacking:
     ) -> I32:
         """Return the inputs in a new buffer: the device may read it after the call."""
         words = self.decode.pack(inputs, sampling, ending_token_ids_rx, num_rounds)
-        return np.concatenate([words, num_left_r.astype(np.int32)])
+        slots_rk = np.zeros((self.num_rows, self.num_drafts), np.int32)
+        if inputs.draft_slots_sk is not None:
+            slots_sk = inputs.draft_slots_sk[: self.num_rows]
+            slots_rk[: len(slots_sk)] = slots_sk
+        return np.concatenate([words, num_left_r.astype(np.int32), slots_rk.reshape(-1)])
+
+    def get_states(self, inputs: Mapping[str, jax.Array], slots: Int[Array, "N"]) -> DraftStates | None:
+        """Return the slots of the rows before the first round; None without recurrent layers.
+
+        Args:
+            slots: those after draft tokens.
+        """
+        if not self.num_drafts:
+            return None
+        num_more = max(0, self.num_rows - len(inputs["state_slots_s"]))
+        sources_r, own_r = (
+            jnp.pad(inputs[name], (0, num_more))[: self.num_rows] for name in ("state_sources_s", "state_slots_s")
+        )
+        slots_rk = slots.reshape(self.num_rows, self.num_drafts)
+        return DraftStates(sources_r, jnp.concatenate([own_r[:, None], slots_rk], axis=1))
 
 
 def num_columns(num_draft_tokens: int) -> int:
@@ -220,7 +281,7 @@ def is_of_rounds(outputs: NDArray[np.int32]) -> bool:
 
 def unpack_rounds(outputs_nrc: NDArray[np.int32]) -> StepOutputs:
     """Return the outputs of rounds on the host: each row's tokens in order, padded to the longest row."""
-    counts_nr, proposed_nr, accepted_nr = np.moveaxis(outputs_nrc[..., :_NUM_COUNTS], 2, 0)
+    counts_nr, proposed_nr, accepted_nr, state_slots_nr = np.moveaxis(outputs_nrc[..., :_NUM_COUNTS], 2, 0)
     drawn_rnw, is_sound_rnw = np.split(outputs_nrc[..., _NUM_COUNTS:].swapaxes(0, 1), 2, axis=2)
     num_tokens_r = counts_nr.sum(axis=0, dtype=np.int32)
     is_token_rnw = np.arange(drawn_rnw.shape[2]) < counts_nr.T[..., None]
@@ -229,14 +290,21 @@ def unpack_rounds(outputs_nrc: NDArray[np.int32]) -> StepOutputs:
     token_ids_rn[is_filled_rn] = drawn_rnw[is_token_rnw]
     is_sound_rn[is_filled_rn] = is_sound_rnw[is_token_rnw]
     num_rounds = int(np.count_nonzero(counts_nr.any(axis=1)))
+    state_slots_r = state_slots_nr[max(0, num_rounds - 1)]
     return StepOutputs(
-        token_ids_rn, is_sound_rn, speculated=Speculated(num_tokens_r, proposed_nr, accepted_nr, num_rounds)
+        token_ids_rn,
+        is_sound_rn,
+        speculated=Speculated(num_tokens_r, proposed_nr, accepted_nr, num_rounds, state_slots_r),
     )
 
 
 def unpack_words(
     words: jax.Array, packing: SpeculatePacking
-) -> tuple[tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]], jax.Array]:
-    """Return a decode's inputs, in their order, and the tokens that each row may still sample; runs on the device."""
+) -> tuple[tuple[dict[str, jax.Array], jax.Array, jax.Array, dict[str, jax.Array]], jax.Array, DraftStates | None]:
+    """Return a decode's inputs, in their order, the tokens that each row may still sample, and slots of states.
+
+    Runs on the device.
+    """
     step, (num_rounds, _), ending_rx, rows = packing.decode.unpack(words[: packing.decode.size])
-    return (step, num_rounds, ending_rx, rows), words[packing.decode.size :]
+    num_left_r, slots = jnp.split(words[packing.decode.size :], [packing.num_rows])
+    return (step, num_rounds, ending_rx, rows), num_left_r, packing.get_states(step, slots)

@@ -24,7 +24,7 @@ from jpaged.device.speculative.eagle import HeadPool
 from jpaged.device.step import DraftStep, Step
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import iter_copies
-from jpaged.engine.executor import I32, BlockMoves, Geometry, Move, SamplingInputs, StepInputs
+from jpaged.engine.executor import I32, MAX_STATE_DRAFTS, BlockMoves, Geometry, Move, SamplingInputs, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
@@ -70,10 +70,17 @@ def with_draft(
             f"{num_tokens} proposals and a token of {wanted[0]} rows exceed the {geometry.max_num_batched_tokens} "
             "tokens of a step (max_num_batched_tokens)",
         )
+    has_states, num_rows = step.model.config.num_recurrent_layers > 0, min(sizes[-1], geometry.max_num_seqs)
+    if has_states and num_tokens > MAX_STATE_DRAFTS:
+        raise InvalidArgument(
+            f"{NAME}.num_speculative_tokens",
+            f"{num_tokens} is over the limit of {MAX_STATE_DRAFTS} for models with recurrent state",
+        )
     geometry = dataclasses.replace(
         geometry,
         buckets=dataclasses.replace(geometry.buckets, speculates=sizes),
         num_speculative_tokens=num_tokens,
+        num_draft_states=num_rows * num_tokens if has_states else 0,
     )
     group = geometry.windows.index(None)
     length = speculation.synthetic_acceptance_length

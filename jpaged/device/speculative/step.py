@@ -47,15 +47,16 @@ from jpaged.device.step import DraftStep, Step, forward_packing
 from jpaged.device.transfers import lower_move
 from jpaged.engine.executor import MAX_NUM_ROUNDS, Detail, Geometry
 from jpaged.errors import InternalError
+from jpaged.kernels.recurrence import StatefulPool
 from jpaged.kernels.sampling import RowSampling
 from jpaged.models.layers import Params
 from jpaged.models.model import dense_formats
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int, Shaped
+    from jaxtyping import Array, Int
 
-Pools = tuple[jax.Array, Any]
-"""Pools of the model and of the draft; a head's has states next to keys."""
+Pools = tuple[Any, Any]
+"""Pools of the model and of the draft: the model's may have recurrent states, and a head's has hidden states."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,14 +66,14 @@ class _RoundState:
 
     Attributes:
         num_rounds: rounds that were run.
-        pool: as the last round left it.
+        pool: as the last round left it, with recurrent states, if any.
         kept: the proposer's state, with the draft's pool.
         reached: progress of the rows.
         outputs_nrc: the columns of each round.
     """
 
     num_rounds: Int[Array, ""]
-    pool: Shaped[Array, "P B ..."]
+    pool: Any
     kept: Any
     reached: Reached
     outputs_nrc: Int[Array, "N R C"]
@@ -92,7 +93,10 @@ class _Rounds:
         proposals_rk, kept = self.proposer.propose(state.kept, reached)
         ids_rw = jnp.concatenate([reached.ids_r[:, None], proposals_rk], axis=1)
         offsets_w = jnp.arange(num_tokens + 1)
-        rows = dispatch.rows_at(*dispatch.positions(reached, offsets_w), dispatch.inputs["block_tables_gsm"])
+        positions_rw, is_written_rw = dispatch.positions(reached, offsets_w)
+        rows = dispatch.rows_at(positions_rw, is_written_rw, dispatch.inputs["block_tables_gsm"])
+        if reached.states is not None:
+            rows |= reached.states.get_inputs(is_written_rw)
         hidden_te, pool, features = step.run_watched(dispatch.params, state.pool, ids_rw.reshape(-1), rows)
         how = dispatch.sampling_at(reached.num_done_r[:, None] + offsets_w)
         sampled = step.sample(dispatch.params, hidden_te, how, Detail.TOKENS)
@@ -110,7 +114,9 @@ class _Rounds:
         has_end_r = jnp.any(is_end_rw, axis=1)
         counts_r = jnp.where(has_end_r, jnp.argmax(is_end_rw, axis=1).astype(jnp.int32) + 1, counts_r)
         lasts_r1 = jnp.maximum(counts_r - 1, 0)[:, None]
-        columns = [counts_r, jnp.clip(left_r - 1, 0, num_tokens), accepted_r]
+        states = None if reached.states is None else reached.states.accept(counts_r)
+        slots_r = jnp.zeros_like(counts_r) if states is None else states.slots_rw[:, 0]
+        columns = [counts_r, jnp.clip(left_r - 1, 0, num_tokens), accepted_r, slots_r]
         columns_rc = jnp.concatenate([jnp.stack(columns, axis=1), drawn_rw, is_sound_rw.astype(jnp.int32)], axis=1)
         return _RoundState(
             num_rounds=state.num_rounds + 1,
@@ -120,6 +126,7 @@ class _Rounds:
                 ids_r=jnp.where(counts_r > 0, jnp.take_along_axis(drawn_rw, lasts_r1, axis=1)[:, 0], reached.ids_r),
                 num_done_r=reached.num_done_r + counts_r,
                 has_ended_r=reached.has_ended_r | has_end_r | (counts_r == left_r),
+                states=states,
             ),
             outputs_nrc=lax.dynamic_update_index_in_dim(state.outputs_nrc, columns_rc, state.num_rounds, 0),
         )
@@ -155,13 +162,13 @@ def packed_speculate(
     """
     if step.draft is None:
         raise InternalError("speculative rounds require a draft model")
-    (first, num_rounds, ending_rx, rows), num_left_r = unpack_words(words, packing)
+    (first, num_rounds, ending_rx, rows), num_left_r, states = unpack_words(words, packing)
     dispatch = Dispatch(step, step.draft, params, draft_params, first, ending_rx, num_left_r, RowSampling(**rows))
     proposer = HeadProposer(dispatch) if step.draft.is_head else ModelProposer(dispatch)
     rounds = _Rounds(dispatch, proposer)
     ids_r = jnp.where(first["is_prev_sampled_t"], last_tokens_s[first["prev_sampled_rows_t"]], first["token_ids_t"])
     has_ended_r = ~dispatch.is_used_r | (first["is_prev_sampled_t"] & dispatch.ends(ids_r)) | (num_left_r <= 0)
-    reached = Reached(ids_r, jnp.zeros_like(ids_r), has_ended_r)
+    reached = Reached(ids_r, jnp.zeros_like(ids_r), has_ended_r, states)
     shape = (MAX_NUM_ROUNDS, packing.num_rows, num_columns(step.draft.num_tokens))
     pool, of_draft = pools
     state = _RoundState(
@@ -222,9 +229,12 @@ def lower_speculation(
     overlaps = step.overlaps_sums or draft.step.overlaps_sums
     options = compiler_options(device, of_both, overlaps_sums=overlaps)
     speculate = functools.partial(packed_speculate, step, packing=rounds)
-    results = (of_pool, placed), whole, whole
+    of_model: Any = pool_of(step)
+    if states := step.abstract_states(geometry.num_state_slots):
+        of_model = StatefulPool(of_model, states)
+    results = (jax.tree.map(lambda struct: struct.sharding, of_model), placed), whole, whole
     jitted = jax.jit(speculate, donate_argnums=2, out_shardings=results, compiler_options=options)
-    return jitted.lower(*params, (pool_of(step), pool), last_tokens, shape((rounds.size,)))
+    return jitted.lower(*params, (of_model, pool), last_tokens, shape((rounds.size,)))
 
 
 def copy_blocks(draft: DraftStep, pool: HeadPool, ids_2c: jax.Array) -> HeadPool:

@@ -18,7 +18,7 @@ array.
 
 io.py       sizes, sampling parameters of each row, inputs and outputs of a step
 aux_io.py   inputs and outputs of an aux call
-verbs.py    the executor's methods
+verbs.py    the executor's methods, and the interface of a data port
 """
 
 from jpaged.engine.executor.io import (
@@ -28,6 +28,7 @@ from jpaged.engine.executor.io import (
     I32,
     MAX_NUM_ROUNDS,
     MAX_NUM_STEPS,
+    MAX_STATE_DRAFTS,
     MIN_BUCKET,
     NULL_BLOCK,
     ROW_DTYPE,
@@ -53,6 +54,11 @@ from jpaged.engine.executor.io import (
 from jpaged.engine.executor.verbs import (
     COMPILER_THREAD,
     SLEEP_TAGS,
+    ArrayPart,
+    BlockArrays,
+    BlockOffer,
+    BlockPort,
+    BlockPull,
     DecodeInterrupt,
     Executor,
     Handle,
@@ -74,13 +80,19 @@ __all__ = [
     "I32",
     "MAX_NUM_ROUNDS",
     "MAX_NUM_STEPS",
+    "MAX_STATE_DRAFTS",
     "MIN_BUCKET",
     "NULL_BLOCK",
     "ROW_DTYPE",
     "ROW_FIELDS",
     "SLEEP_TAGS",
     "TOP_WIDTH",
+    "ArrayPart",
+    "BlockArrays",
     "BlockMoves",
+    "BlockOffer",
+    "BlockPort",
+    "BlockPull",
     "Bool",
     "BucketTable",
     "DecodeInterrupt",

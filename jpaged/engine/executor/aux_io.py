@@ -110,3 +110,46 @@ class AuxOutputs:
         if self.logprobs_rk is None or self.ranks_r is None:
             raise InternalError("aux outputs of hidden states have no log-probabilities")
         return TokenLogprob(token_id, self.logprobs_rk.item(row, 0), self.ranks_r.item(row))
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Temperature and truncation of a request's distributions; see `jpaged.device.sampling`, which samples from them.
+
+    The fields are those of `SamplingParams`.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def is_neutral(self) -> bool:
+        """True if tokens are sampled from the model's distribution."""
+        return (self.temperature, self.top_k <= 0, self.top_p, self.min_p) == (1.0, True, 1.0, 0.0)
+
+    def compute_logprob(self, logprobs_v: F32, token_id: int) -> float:
+        """Return the log-probability of a sampled token after temperature and truncation; 0 if greedy.
+
+        Rounding may order the last tokens that are kept in another way than on the device. The sampled token is kept.
+        """
+        if self.temperature == 0:
+            return 0.0
+        scaled_v = logprobs_v.astype(np.float64) / self.temperature
+        scaled_v -= scaled_v.max()
+        floor = np.log(self.min_p) if self.min_p > 0 else -np.inf
+        if 0 < self.top_k < len(scaled_v):
+            floor = max(floor, np.partition(scaled_v, -self.top_k)[-self.top_k])
+        if self.top_p < 1:
+            kept = np.sort(scaled_v[scaled_v >= floor])[::-1]
+            shares = np.cumsum(np.exp(kept))
+            floor = kept[min(np.searchsorted(shares, self.top_p * shares[-1]), len(kept) - 1)]
+        sampled = scaled_v[token_id]
+        return float(sampled - np.log(np.exp(scaled_v[scaled_v >= min(floor, sampled)]).sum()))
+
+
+def compute_entropy(logprobs_v: F32) -> float:
+    """Return the entropy of a distribution in nats."""
+    logprobs = logprobs_v[np.isfinite(logprobs_v)].astype(np.float64)
+    return float(-(np.exp(logprobs) * logprobs).sum()) + 0.0

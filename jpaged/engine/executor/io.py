@@ -271,7 +271,10 @@ class Geometry:
         state_bytes: recurrent state of a sequence, which has one of num_state_slots slots, from 1 on; 0 without any.
         state_checkpoint_interval: tokens of the pool for each slot that holds a checkpoint of recurrent state, a
             multiple of block_size; 0 without checkpoints.
+        num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
+        embed_width: width of input embeddings that a step takes in place of tokens (E); 0 if it takes none.
+        embed_max: largest absolute value of these.
     """
 
     num_blocks: int
@@ -293,7 +296,10 @@ class Geometry:
     dp_size: int = 1
     state_bytes: int = 0
     state_checkpoint_interval: int = 0
+    num_draft_states: int = 0
     is_encoder: bool = False
+    embed_width: int = 0
+    embed_max: float = 0.0
 
     @property
     def num_state_checkpoints(self) -> int:
@@ -307,8 +313,13 @@ class Geometry:
 
     @property
     def num_state_slots(self) -> int:
-        """Slots of recurrent state: of running sequences, and of checkpoints."""
-        return self.max_num_seqs + self.num_state_checkpoints
+        """Slots of recurrent state: of running sequences, of draft tokens, and of checkpoints."""
+        return self.num_running_states + self.num_state_checkpoints
+
+    @property
+    def num_running_states(self) -> int:
+        """Slots of recurrent state of running sequences, and of their draft tokens."""
+        return self.max_num_seqs + self.num_draft_states
 
     @property
     def max_num_seqs_of_rank(self) -> int:
@@ -651,6 +662,8 @@ MAX_NUM_STEPS = 16
 """Maximum number of decode steps in one dispatch."""
 MAX_NUM_ROUNDS = 16
 """Maximum number of draft-model rounds in one dispatch."""
+MAX_STATE_DRAFTS = 15
+"""Maximum draft tokens of a sequence in a step of a model with recurrent state: kernels run so few tokens at once."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
@@ -703,9 +716,15 @@ class StepInputs:
         num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.
         state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
+            A row with a draft token has that of its sequence's row.
         state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
+        is_draft_s: with recurrent state: the row has a draft token, and continues the row before it.
+        draft_slots_sk: with recurrent state: slots for the states after the draft tokens of rounds; 0 where a row may
+            not sample as many tokens. None for other dispatches.
         poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
         pair_starts_s: position of the first token of each row's second text; the row's length without one.
+        is_embed_t: the input is a row of embeds_te, not a token; None if the geometry takes no embeddings.
+        embeds_te: float32, a separate argument of the program; None if no input is an embedding.
     """
 
     token_ids_t: I32
@@ -727,8 +746,12 @@ class StepInputs:
     num_tokens: int
     state_sources_s: I32
     state_slots_s: I32
+    is_draft_s: Bool
+    draft_slots_sk: I32 | None = None
     poolings_s: I32 | None = None
     pair_starts_s: I32 | None = None
+    is_embed_t: Bool | None = None
+    embeds_te: F32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:
         """Yield the inputs of the next `num_steps - 1` steps of rows with one token each, sampled by the step before.
@@ -779,12 +802,14 @@ class Speculated:
         num_proposed_nr: [rounds, R] draft tokens that a row could have accepted; 0 if it had ended before.
         num_accepted_nr: [rounds, R] draft tokens that were accepted, including those after an ending token.
         num_rounds: rounds that were run.
+        state_slots_r: slot of the recurrent state after each row's tokens; 0 without recurrent layers.
     """
 
     num_tokens_r: I32
     num_proposed_nr: I32
     num_accepted_nr: I32
     num_rounds: int
+    state_slots_r: I32
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,24 @@ Mask channel: the host sends token masks to a running program between its forwar
 
 Rows with grammars thus run several steps in one dispatch, like rows without, and the host works between them only for
 the masks.
+
+Data port: blocks as device arrays, from the devices of one server to those of another.
+
+    prefill server                                          decode server
+    read blocks ──> arrays ──> offer ── control: uuid, shapes ──> pull ──> arrays ──> host pool, prefix cache
+                               release <── control: finished ────────┘
+                               withdraw, if it was not pulled
+
+The port only moves arrays. A control connection, which is authenticated, announces each offer, and the number of an
+offer that was not announced cannot be guessed. Offered arrays stay in memory until they are released or withdrawn.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import (
@@ -78,8 +89,132 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while the executor starts."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockArrays:
+    """Contents of blocks in device arrays, which are opaque to the engine.
+
+    Attributes:
+        arrays: [C, *block] each.
+        num_rows: rows of each array that are contents of blocks; padding follows.
+    """
+
+    arrays: tuple[Any, ...]
+    num_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPart:
+    """The part of every block that one device has: its place in a block, and its shape."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOffer:
+    """Blocks that another server may pull.
+
+    Attributes:
+        uuid: random number that names the offer, from 1 to 2**63 - 1.
+        address: HOST:PORT of the data port that has them.
+        dtype: as stored in the pool.
+        block_shape: of a block, all its layers; axis 1 is the tokens.
+        parts: the parts of each block, by device.
+        sizes: rows of each array, with padding.
+        num_rows: rows of each array that are contents of blocks.
+        positions: index and KV group of each row, array after array.
+        last_key: hash of the last block; binds the offer to its tokens.
+    """
+
+    uuid: int
+    address: str
+    dtype: str
+    block_shape: tuple[int, ...]
+    parts: tuple[ArrayPart, ...]
+    sizes: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    positions: tuple[tuple[int, int], ...] = ()
+    last_key: bytes = b""
+
+
+class BlockPull(Protocol):
+    """A pull in flight."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if the arrays have come, or cannot come any more. Never waits."""
+        ...
+
+    def take(self) -> tuple[BlockArrays, tuple[tuple[int, int], ...]]:
+        """Return the blocks in the layout of this server, and the position of each row. Call it once, on a thread.
+
+        Raises:
+            Unavailable: the pull failed, because the other server has ended.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Give up waiting. Until the pull ends, nothing else is pulled from the same port."""
+        ...
+
+
+class BlockPort(Protocol):
+    """A data port. Any thread may call; no method waits.
+
+    Attributes:
+        protocol: name and version of the transport; only equal ones can exchange blocks.
+        num_bytes_offered: bytes of offers that are not released.
+    """
+
+    protocol: str
+
+    @property
+    def num_bytes_offered(self) -> int: ...
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no offer is being withdrawn; otherwise call `sweep` until it is."""
+        ...
+
+    def offer(self, contents: BlockArrays) -> BlockOffer:
+        """Offer arrays.
+
+        Raises:
+            Unavailable: the offers would exceed the limit of the port.
+        """
+        ...
+
+    def release(self, uuid: int) -> None:
+        """Record that the other server has pulled an offer. Unknown numbers are ignored."""
+        ...
+
+    def withdraw(self, uuid: int) -> None:
+        """Begin to free the memory of an offer that may not have been pulled. Unknown numbers are ignored."""
+        ...
+
+    def sweep(self) -> None:
+        """Continue what `withdraw` began."""
+        ...
+
+    def pull(self, offer: BlockOffer, place: object) -> BlockPull:
+        """Start to pull an offer.
+
+        Args:
+            place: `HostBlocks.place` of the pool that will have the blocks.
+
+        Raises:
+            Incompatible: the blocks of the offer do not fit this server's; states why.
+            Unavailable: an earlier pull from the same port has not ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free all offers."""
+        ...
+
+
 class HostBlocks(Protocol):
-    """Blocks of host memory as bytes, for transfers to and from disk and other servers."""
+    """Blocks of host memory as bytes or device arrays, for transfers to and from disk and other servers."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -97,6 +232,25 @@ class HostBlocks(Protocol):
 
     def have_landed(self, block_ids: Sequence[int]) -> bool:
         """Return True if all swap-outs to these blocks have completed. Never waits; for the engine thread alone."""
+        ...
+
+    @property
+    def place(self) -> object:
+        """The layout and the devices of the pool, for `BlockPort.pull`."""
+        ...
+
+    def read(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> BlockArrays:
+        """Start to read device blocks, then host blocks, into new device arrays; for the engine thread alone.
+
+        The device blocks may be overwritten as soon as this returns. No swap-out to the host blocks may be in flight.
+        """
+        ...
+
+    def receive(self, contents: BlockArrays, block_ids: Sequence[int]) -> None:
+        """Start to write the rows of device arrays to these host blocks, 0 for none; for the engine thread alone.
+
+        Until they have landed, moves to the device read the arrays. `have_landed` treats them as swap-outs.
+        """
         ...
 
     def kv_identity(self) -> bytes:

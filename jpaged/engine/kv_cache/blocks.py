@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
+from jpaged.engine.executor import MAX_STATE_DRAFTS, NULL_BLOCK, BlockMoves, Move
 from jpaged.engine.kv_cache.eviction.free_list import FreeList, LeastRecentlyUsed
 from jpaged.errors import InternalError
 from jpaged.pool import PrefixOwner
@@ -65,9 +65,24 @@ _MAX_RUN_BLOCKS, _RUN_TOKENS, _NUM_RUNS = 64, 1024, 2048
 """Maximum size of a run of blocks, and the number of runs whose hashes are kept: 17 MB at most."""
 
 
-def block_keys(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the hashes of all full blocks of some tokens that follow `parent`."""
-    return hash_blocks(parent, array("i", token_ids).tobytes(), block_size)
+def block_keys(
+    parent: BlockHash, token_ids: Sequence[int], block_size: int, digests: Sequence[bytes] = ()
+) -> list[BlockHash]:
+    """Return the hashes of all full blocks of some tokens that follow `parent`.
+
+    Args:
+        digests: of what else than tokens the first blocks have; empty for tokens only.
+    """
+    tokens = array("i", token_ids).tobytes()
+    if not any(digests):
+        return hash_blocks(parent, tokens, block_size)
+    block_bytes = 4 * block_size
+    keys: list[BlockHash] = []
+    for index, digest in enumerate(digests[: len(token_ids) // block_size]):
+        block = tokens[index * block_bytes : (index + 1) * block_bytes]
+        parent = hashlib.sha256(b"".join((parent, block, digest))).digest()
+        keys.append(parent)
+    return keys + hash_blocks(parent, tokens[len(keys) * block_bytes :], block_size)
 
 
 def hash_blocks(parent: BlockHash, tokens: bytes, block_size: int) -> list[BlockHash]:
@@ -185,16 +200,18 @@ class SequenceBlocks:
         rank: the part of the pool that its blocks are in (data-parallel attention); 0 if there is one.
         state_slot: slot of the recurrent state after the last scheduled step; 0 is none.
         state_source: slot that this step reads; another one if the state was shared.
+        draft_slots: slots for the state after each draft token of the step in flight.
         stops: numbers of leading blocks after which a prefill chunk ends, because other prompts continue differently.
         replaced_key: hash of the checkpoint that the next one of this sequence replaces; None if there is none.
+        digests: digests of what else than tokens the first blocks have (input embeddings); empty for tokens only.
 
     Args:
         packed: its first tokens, as in `PackedTokens.packed`; may be empty.
     """
 
     __slots__ = (
-        *("_keys", "_packed", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root", "tables"),
-        *("replaced_key", "state_slot", "state_source", "stops"),
+        *("_keys", "_packed", "digests", "host_tables", "ids_gm", "num_registered_blocks", "owner", "rank", "root"),
+        *("draft_slots", "replaced_key", "state_slot", "state_source", "stops", "tables"),
     )
 
     def __init__(
@@ -203,9 +220,11 @@ class SequenceBlocks:
         root: BlockHash | None,
         num_kv_groups: int = 1,
         owner: PrefixOwner | None = None,
+        digests: tuple[bytes, ...] = (),
         packed: bytes = b"",
     ) -> None:
         self.owner = owner
+        self.digests = digests
         self.ids_gm: NDArray[np.int32] = np.full((num_kv_groups, max_blocks), NULL_BLOCK, np.int32)
         self.tables = tuple(BlockTable(max_blocks, ids_m) for ids_m in self.ids_gm)
         self.host_tables = tuple(BlockTable(max_blocks) for _ in self.ids_gm)
@@ -213,6 +232,7 @@ class SequenceBlocks:
         self.num_registered_blocks = 0
         self.rank = 0
         self.state_slot = self.state_source = 0
+        self.draft_slots: tuple[int, ...] = ()
         self.stops: frozenset[int] = frozenset()
         self.replaced_key: BlockHash | None = None
         self._keys: list[BlockHash] = []
@@ -221,7 +241,7 @@ class SequenceBlocks:
     def new_like(self) -> SequenceBlocks:
         """Return an empty handle for a sequence with the same tokens."""
         num_kv_groups, max_blocks = self.ids_gm.shape
-        made = SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner, self._packed)
+        made = SequenceBlocks(max_blocks, self.root, num_kv_groups, self.owner, self.digests, self._packed)
         made.rank = self.rank
         return made
 
@@ -243,11 +263,15 @@ class SequenceBlocks:
         keys, num_known = self._keys, len(self._keys)
         if num_known < num_blocks and self.root is not None:
             parent, begin, end = keys[-1] if keys else self.root, num_known * block_size, num_blocks * block_size
-            if 4 * end <= len(self._packed):
+            if 4 * end <= len(self._packed) and not self.digests:
                 keys += hash_blocks(parent, self._packed[4 * begin : 4 * end], block_size)
             else:
-                keys += block_keys(parent, token_ids[begin:end], block_size)
+                keys += block_keys(parent, token_ids[begin:end], block_size, self.digests[num_known:num_blocks])
         return keys
+
+    def is_of_tokens(self, index: int) -> bool:
+        """Return True if only tokens distinguish the block at `index` from others after the same parent."""
+        return index >= len(self.digests) or not self.digests[index]
 
     def parent(self, index: int) -> BlockHash:
         """Return the parent hash of the block at `index`; the hashes before it must have been computed."""
@@ -283,6 +307,10 @@ class SequenceBlocks:
     def hold_state(self, source: int, slot: int) -> None:
         """Set the slots that the next step reads and writes; 0 is none."""
         self.state_source, self.state_slot = source, slot
+
+    def hold_drafts(self, slots: tuple[int, ...]) -> None:
+        """Set the slots for the states after draft tokens."""
+        self.draft_slots = slots
 
     def stop_after(self, num_blocks: int) -> None:
         """Let a prefill chunk end after the first num_blocks blocks."""
@@ -322,6 +350,13 @@ class StateSlots:
 
     Checkpoints are evicted, least recently used first, if a sequence needs a slot. A sequence that is swapped out keeps
     its slot, which then counts as one of those for checkpoints.
+
+    Each draft token of a step has a slot for the state after it. The sequence continues with the slot of the last
+    accepted one, and releases the others:
+
+        slot         4   5   6
+        t7 a b       w   w   w     the last token and two drafts
+        a accepted       .         its slot is the sequence's
 
     Args:
         num_spare: slots beyond those of running sequences: for checkpoints, some of them pinned, and swapped sequences.
@@ -363,13 +398,11 @@ class StateSlots:
         """
         source = kv.state_slot
         while not (source and self._ref_counts[source] == 1) and not self._free:
-            if not self._evict():
-                raise InternalError(f"all {self.num_slots} slots for recurrent state are in use")
+            self._evict()
         if source and self._ref_counts[source] == 1:
             kv.hold_state(source, source)
             return
-        slot = self._free.pop()
-        self._ref_counts[slot] = 1
+        slot = self._take()
         if source:
             self._ref_counts[source] -= 1
         kv.hold_state(source or slot, slot)
@@ -385,9 +418,37 @@ class StateSlots:
         self._drop_pending(kv)
         self._swapped.discard(kv)
         kv.replace_checkpoint(None)
+        self.accept(kv, kv.state_slot)
         if kv.state_slot:
             self._drop(kv.state_slot)
             kv.hold_state(0, 0)
+
+    # --- draft tokens -----------------------------------------------------------------------------------------------
+
+    def num_drafts(self, most: int) -> int:
+        """Return for how many draft tokens of a sequence there are slots, up to `most`."""
+        most = min(most, MAX_STATE_DRAFTS)
+        if most <= len(self._free):
+            return most
+        stored = Counter(slot for key, slot in self._checkpoints.items() if not self._pins[key])
+        stored.update(pending.slot for pending in self._pending.values())
+        return min(most, len(self._free) + sum(self._ref_counts[slot] == count for slot, count in stored.items()))
+
+    def add_drafts(self, kv: SequenceBlocks, num_tokens: int) -> None:
+        """Take slots for the states after the draft tokens of a sequence, until `accept`.
+
+        Raises:
+            InternalError: every slot is in use.
+        """
+        kv.hold_drafts(tuple(self._take() for _ in range(num_tokens)))
+
+    def accept(self, kv: SequenceBlocks, slot: int) -> None:
+        """Let a sequence continue from one of its slots, and release those of its draft tokens."""
+        for draft in kv.draft_slots:
+            self._drop(kv.state_slot if draft == slot else draft)
+        if slot in kv.draft_slots:
+            kv.hold_state(slot, slot)
+        kv.hold_drafts(())
 
     # --- swapped sequences ------------------------------------------------------------------------------------------
 
@@ -473,16 +534,27 @@ class StateSlots:
         slot = self._checkpoints[key] = self._checkpoints.pop(key)
         return slot
 
-    def _evict(self) -> bool:
-        """Remove the least recently used checkpoint, or a pending one; return False if there is none."""
+    def _take(self) -> int:
+        """Return a slot with one reference, of a checkpoint if none is free."""
+        while not self._free:
+            self._evict()
+        slot = self._free.pop()
+        self._ref_counts[slot] = 1
+        return slot
+
+    def _evict(self) -> None:
+        """Remove the least recently used checkpoint, or a pending one.
+
+        Raises:
+            InternalError: there is none.
+        """
         key = next((key for key in self._checkpoints if not self._pins[key]), None)
         if key is not None:
             self.remove(key)
         elif self._pending:
             self._drop_pending(next(iter(self._pending)))
         else:
-            return False
-        return True
+            raise InternalError(f"all {self.num_slots} slots for recurrent state are in use")
 
     def _drop_pending(self, kv: SequenceBlocks) -> None:
         pending = self._pending.pop(kv, None)
@@ -497,7 +569,7 @@ class StateSlots:
 
     def check(self, handles: Iterable[SequenceBlocks]) -> None:
         """Raise InternalError if a reference count differs from the number of holders."""
-        held = Counter(kv.state_slot for kv in handles if kv.state_slot)
+        held = Counter(slot for kv in handles for slot in (kv.state_slot, *kv.draft_slots) if slot)
         stored = Counter([*self._checkpoints.values(), *(pending.slot for pending in self._pending.values())])
         for slot, count in enumerate(self._ref_counts[1:], 1):
             if count != held[slot] + stored[slot] or (count == 0) != (slot in self._free):

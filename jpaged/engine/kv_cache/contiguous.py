@@ -110,6 +110,7 @@ class ContiguousKVCacheManager:
         if policy not in RESERVE_POLICIES:
             raise InternalError(f"{policy!r} is not one of {', '.join(RESERVE_POLICIES)}")
         self.prefixes = None
+        self.states = None
         self.host: HostTier | None = None
         self.held: PinnedForRead | None = None
         self.prefetcher: HostPrefetcher | None = None
@@ -159,7 +160,7 @@ class ContiguousKVCacheManager:
     def can_grow(self, shares: Shares) -> bool:
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+    def grow(self, sequence: Sequence, num_tokens: int, *, are_drafts: bool = False) -> None:
         """Add blocks up to the next num_tokens; a sequence forked in an earlier step moves to its region."""
         end = sequence.num_computed_tokens + num_tokens
         begin, num_blocks = self._regions[sequence]

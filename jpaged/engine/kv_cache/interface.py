@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jpaged.engine.executor import I32
-from jpaged.engine.kv_cache.blocks import BlockCopyPlan, MemoryCounts
+from jpaged.engine.kv_cache.blocks import BlockCopyPlan, MemoryCounts, StateSlots
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
@@ -79,6 +79,11 @@ class KVCacheManager(Protocol):
         ...
 
     @property
+    def states(self) -> StateSlots | None:
+        """Return the slots of recurrent state; None without recurrent layers."""
+        ...
+
+    @property
     def swapping(self) -> Swapper | None:
         """Return the swapper to and from host memory; None if there is none."""
         ...
@@ -109,8 +114,12 @@ class KVCacheManager(Protocol):
         """Return True if blocks for the shares are available, copies of shared blocks included."""
         ...
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Make the slots of the next num_tokens exclusive to the sequence: copy a shared block, allocate new ones."""
+    def grow(self, sequence: Sequence, num_tokens: int, *, are_drafts: bool = False) -> None:
+        """Make the slots of the next num_tokens exclusive to the sequence: copy a shared block, allocate new ones.
+
+        Args:
+            are_drafts: the tokens are drafts, after other tokens of the same step.
+        """
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

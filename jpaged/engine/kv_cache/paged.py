@@ -125,6 +125,7 @@ class PagedKVCacheManager:
     held: PinnedForRead | None
     prefetcher: HostPrefetcher | None
     connectors: tuple[ConnectorTier, ...]
+    states: StateSlots | None
     swapping: Swapper | None
     windows: SlidingWindows | None
     limiter: PoolLimiter
@@ -144,14 +145,14 @@ class PagedKVCacheManager:
         self.block_size = geometry.block_size
         self._geometry = geometry
         self._reaches = geometry.reaches
-        self._states = None
+        self.states = None
         if geometry.state_bytes:
-            self._states = StateSlots(geometry.num_state_slots, geometry.num_state_checkpoints)
+            self.states = StateSlots(geometry.num_state_slots, geometry.num_state_checkpoints)
             caches_prefixes = caches_prefixes and geometry.state_checkpoint_interval > 0
         self._ops = BlockCopyPlan()
         self.counts = self._ops.counts
         num_host_blocks = geometry.num_host_blocks
-        if self._states is not None and not geometry.num_state_checkpoints:
+        if self.states is not None and not geometry.num_state_checkpoints:
             num_host_blocks = 0  # swapped sequences find no slots, and no prefix is cached
         self._eviction = eviction
         in_host = None if eviction is None or not caches_prefixes else eviction.free_list(num_host_blocks, self._load_s)
@@ -171,7 +172,7 @@ class PagedKVCacheManager:
                 ranked=None if eviction is None else eviction.free_list(self.num_blocks, self._from_below_s),
                 changes=changes,
                 connectors=self.connectors,
-                states=self._states,
+                states=self.states,
             )
             self.held = PinnedForRead(self.prefixes)
             if num_host_blocks:
@@ -188,7 +189,7 @@ class PagedKVCacheManager:
             self.windows = SlidingWindows(self._pool, self._reaches)
         if num_host_blocks:
             self.swapping = Swapper(
-                self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes, self._states
+                self._pool, self._host.pool, self._ops, self._needs.for_running, self.prefixes, self.states
             )
 
     def _from_below_s(self, key: BlockHash) -> float | None:
@@ -241,11 +242,13 @@ class PagedKVCacheManager:
         writers = [(table, sequence.num_computed_tokens) for sequence, _ in shares for table in sequence.kv.tables]
         return self._pool.can_allocate(needed + self._pool.num_copies(writers), rank)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        if self._states is not None:
+    def grow(self, sequence: Sequence, num_tokens: int, *, are_drafts: bool = False) -> None:
+        if self.states is not None and are_drafts:
+            self.states.add_drafts(sequence.kv, num_tokens)
+        elif self.states is not None:
             if self.prefixes is not None:
                 self.prefixes.checkpoint_state(sequence)
-            self._states.prepare(sequence.kv)
+            self.states.prepare(sequence.kv)
         start, block_size = sequence.num_computed_tokens, self.block_size
         index = start // block_size
         for table in sequence.kv.tables:
@@ -263,8 +266,8 @@ class PagedKVCacheManager:
             self._pool.fork(table, of_child)
         for table, of_child in zip(parent.kv.host_tables, child.kv.host_tables, strict=True):
             self._host.pool.fork(table, of_child)
-        if self._states is not None:
-            self._states.fork(parent.kv, child.kv)
+        if self.states is not None:
+            self.states.fork(parent.kv, child.kv)
         child.kv.place(parent.kv.rank)
         child.kv.share(parent.kv, parent.num_computed_tokens // self.block_size)
         child.set_num_computed_tokens(parent.num_computed_tokens)
@@ -288,8 +291,8 @@ class PagedKVCacheManager:
             self.prefixes.register_full_blocks(sequence)
         self._pool.release(*sequence.kv.tables)
         self._host.pool.release(*sequence.kv.host_tables)
-        if self._states is not None:
-            self._states.release(sequence.kv)
+        if self.states is not None:
+            self.states.release(sequence.kv)
         sequence.kv.registered(0)
         sequence.set_num_computed_tokens(0)
 
@@ -348,8 +351,8 @@ class PagedKVCacheManager:
         tables = (table for sequence in sequences for table in sequence.kv.tables)
         held = () if self.held is None else self.held.tables()
         self._pool.check([*tables, *pinned, *held, self.limiter.table])
-        if self._states is not None:
-            self._states.check(sequence.kv for sequence in sequences)
+        if self.states is not None:
+            self.states.check(sequence.kv for sequence in sequences)
         if self.host is not None:
             self.host.check(table for sequence in sequences for table in sequence.kv.host_tables)
         if self.prefixes is not None:

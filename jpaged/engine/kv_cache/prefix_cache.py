@@ -129,11 +129,14 @@ class BlockHashIndex:
     def block_ids(self) -> Iterable[int]:
         return self._keys.keys()
 
-    def match(self, root: BlockHash, keys: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
+    def match(
+        self, root: BlockHash, keys: Sequence[BlockHash], token_ids: Sequence[int], digests: Sequence[bytes] = ()
+    ) -> PrefixMatch:
         """Return the longest cached prefix, always without the last token, which must run to sample the next.
 
         Args:
             keys: block hashes of all full blocks of token_ids.
+            digests: as of `SequenceBlocks`. Blocks with one are never matched in part.
         """
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_without_state = num_usable(before_last, self._reaches, self._blocks.__contains__)
@@ -148,6 +151,8 @@ class BlockHashIndex:
         if self._states is not None:
             return PrefixMatch(num_blocks, block_ids, num_without_state=num_without_state)
         start = num_blocks * self._block_size
+        if any(digests[num_blocks : num_blocks + 1]):
+            return PrefixMatch(num_blocks, block_ids)
         parent = keys[num_blocks - 1] if num_blocks else root
         rest = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
         return PrefixMatch(num_blocks, block_ids, *self._partial(parent, rest))
@@ -169,15 +174,17 @@ class BlockHashIndex:
     ) -> None:
         """Insert the full block at an index of a sequence, for one of the KV groups.
 
+        One with more than tokens has none in the index and in events, where tokens name a block.
+
         Args:
             times_seen: requests that computed or hit it, this one included.
         """
-        parent = sequence.kv.parent(index)
+        parent, is_of_tokens = sequence.kv.parent(index), sequence.kv.is_of_tokens(index)
         if group:
             is_new = self._enter(block_id, group_block_hash(key, group))
         else:
-            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index))
-        if is_new and self._changes.is_on:
+            is_new = self.insert(block_id, parent, key, self._tokens_at(sequence, index) if is_of_tokens else ())
+        if is_new and self._changes.is_on and is_of_tokens:
             tokens = tuple(self._tokens_at(sequence, index))
             self._changes.filled(Stored("device", key, group, parent if index else None, tokens, sequence.kv.owner))
         if is_new and self._ranked is not None:
@@ -409,10 +416,10 @@ class PrefixCacheManager:
         keys, cache = _keys(self._block_size, leader, num_full), self._caches[leader.kv.rank]
         parent = keys[num_full - 1] if num_full else leader.kv.root
         rest = leader.token_ids[num_full * self._block_size : limit]
-        asked = (leader.kv.rank, cache.num_changes, limit, parent, rest)
+        asked = (leader.kv.rank, cache.num_changes, limit, parent, rest, leader.kv.digests)
         if self._last_match is not None and self._last_match[0] == asked and self.states is None:
             return self._last_match[1]
-        match = cache.match(leader.kv.root, keys, leader.token_ids[:limit])
+        match = cache.match(leader.kv.root, keys, leader.token_ids[:limit], leader.kv.digests)
         self._last_match = asked, match
         return match
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
-from jpaged.engine.executor.aux_io import AuxOutputs
+from jpaged.engine.executor.aux_io import AuxOutputs, Truncation, compute_entropy
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
 from jpaged.engine.scheduler.output import SampledRows
@@ -266,6 +266,8 @@ class AuxOutputCollector:
         """Return the log-probabilities of a row's sample, for a request that needs aux outputs."""
         aux, aux_row = self._samples[row]
         token_id = outputs.token(row)
+        if sampling.sampling_logprobs:
+            return self._sampled_position(row, outputs, sampling)
         if not sampling.logprob_token_ids:
             return PositionLogprobs(aux.chosen(aux_row, token_id), aux.top(aux_row, sampling.logprobs or 0))
         assert aux.logprobs_rk is not None
@@ -273,6 +275,25 @@ class AuxOutputCollector:
         pairs = zip(sampling.logprob_token_ids, values, strict=True)
         requested = tuple(TokenLogprob(token_id, value) for token_id, value in pairs)
         return PositionLogprobs(outputs.position(row, 0).chosen, asked=requested)
+
+    def _sampled_position(self, row: int, outputs: StepOutputs, sampling: SamplingParams) -> PositionLogprobs:
+        aux, aux_row = self._samples[row]
+        assert aux.all_logprobs_rv is not None
+        logprobs_v, num_top = aux.all_logprobs_rv[aux_row], sampling.logprobs or 0
+        has_top = not sampling.wants_full_vocab(num_top)
+        told = outputs.position(row, num_top) if has_top else outputs.position(row, 0)
+        asked = [TokenLogprob(token_id, logprobs_v.item(token_id)) for token_id in sampling.logprob_token_ids]
+        truncation = Truncation(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        logprob = told.chosen.logprob
+        if not truncation.is_neutral:
+            logprob = truncation.compute_logprob(logprobs_v, told.chosen.token_id)
+        return PositionLogprobs(
+            told.chosen,
+            told.top if has_top else aux.top(aux_row, num_top),
+            tuple(asked),
+            logprob,
+            compute_entropy(logprobs_v),
+        )
 
 
 class StopStrings:
@@ -626,7 +647,7 @@ class OutputProcessor:
         reported = group.sequences
         if sampling.num_samples > sampling.n:
             reported = sorted(reported, key=lambda sequence: -sequence.cumulative_logprob)[: sampling.n]
-        self._show_parts(group, [self._parts(sequence) for sequence in reported])
+        self._show_parts(group, [self._parts(group, sequence) for sequence in reported])
 
     def end(self, group: SequenceGroup, reason: FinishReason) -> None:
         """Send the end of a request between two tokens: one event for each live sequence."""
@@ -639,7 +660,7 @@ class OutputProcessor:
         if group.request.is_non_streaming:
             for sequence in live:
                 self._states[sequence].end(finish)
-            self._show_parts(group, [self._parts(sequence) for sequence in group.sequences])
+            self._show_parts(group, [self._parts(group, sequence) for sequence in group.sequences])
             return
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
@@ -664,18 +685,22 @@ class OutputProcessor:
         if num_top is not None:
             held.logprobs += [PositionLogprobs(one.chosen, one.top[:num_top]) for one in beam.logprobs]
         first = group.sequences[0]  # beams grow together
-        versions = first.count_versions(self.weight_version, first.num_given_tokens + len(beam.token_ids))
-        return held.parts(beam.token_ids, beam.cumulative_logprob, versions)
+        end = first.num_given_tokens + len(beam.token_ids)
+        versions = first.count_versions(self.weight_version, end)
+        # The last step's tokens are not in the sequences.
+        search = first.count_versions(self.weight_version, max(end, len(first.token_ids) + 1))
+        return held.parts(beam.token_ids, beam.cumulative_logprob, _with_rankers(versions, search))
 
-    def _parts(self, sequence: Sequence) -> list[_OutputPart]:
+    def _parts(self, group: SequenceGroup, sequence: Sequence) -> list[_OutputPart]:
         """Return the parts of a withheld sequence; none if it was streamed, or has ended elsewhere."""
-        state = self._states.get(sequence)
+        state, sampling = self._states.get(sequence), group.request.sampling
         if state is None or state.held is None:
             return []
-        token_ids, versions = (
-            sequence.token_ids[sequence.num_given_tokens :],
-            sequence.count_versions(self.weight_version),
-        )
+        token_ids = sequence.token_ids[sequence.num_given_tokens :]
+        versions = sequence.count_versions(self.weight_version)
+        if sampling.num_samples > sampling.n:
+            runs = [run for each in group.sequences for run in each.count_versions(self.weight_version)]
+            versions = _with_rankers(versions, runs)
         return state.held.parts(token_ids, self._get_cumulative_logprob(sequence), versions)
 
     def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
@@ -732,3 +757,16 @@ class OutputProcessor:
 
 def _usage(group: SequenceGroup) -> Usage:
     return Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)
+
+
+def _with_rankers(
+    versions: tuple[WeightVersionRun, ...], runs: Iterable[WeightVersionRun]
+) -> tuple[WeightVersionRun, ...]:
+    """Add, with 0 tokens, the versions that sampled only sequences that this one was ranked with.
+
+    Args:
+        runs: versions of all sequences that the request selects from.
+    """
+    names = dict.fromkeys(run.version for run in versions)
+    rankers = dict.fromkeys(run.version for run in runs if run.version not in names)
+    return versions + tuple(WeightVersionRun(name, 0) for name in rankers)

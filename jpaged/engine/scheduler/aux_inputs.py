@@ -56,7 +56,8 @@ def build_aux_inputs(schedule: SchedulerOutput, geometry: Geometry) -> list[Step
         row = schedule.row_at(row_index)
         sampling = row.group.request.sampling
         if row.samples_token and sampling.needs_extra_logprobs:
-            kind = AuxKind.LOGPROBS if sampling.logprob_token_ids else AuxKind.ALL_LOGPROBS
+            needs_all = sampling.sampling_logprobs or not sampling.logprob_token_ids
+            kind = AuxKind.ALL_LOGPROBS if needs_all else AuxKind.LOGPROBS
             ids = [NO_ID, *sampling.logprob_token_ids]
             requests.setdefault(kind, []).append((row_index, ids, AuxRequest(row.group, row.sequence, None, row_index)))
     return [part for kind, rows in requests.items() for part in _parts(kind, rows)]

@@ -71,7 +71,8 @@ class CascadePlanner:
     def share(self, schedule: SchedulerOutput, geometry: Geometry) -> None:
         """Order the rows of a schedule (two or more) and set its runs, if that saves time."""
         costs, sequences = geometry.cascade, schedule.decodes.sequences
-        if costs is None or schedule.decodes.num_rounds:  # rounds read row by row
+        # Rounds read row by row, and with recurrent state drafts stay next to the rows of their sequences.
+        if costs is None or schedule.decodes.num_rounds or (schedule.drafts and geometry.state_bytes):
             return
         width = min(costs.tile_queries, geometry.buckets.num_tokens(schedule.num_tokens))
         found = None if schedule.rows else self._found

@@ -320,6 +320,8 @@ class PersistentDecodeBatch:
         self._block_tables_gsm[:, row] = sequence.kv.ids_gm
         # A row whose slot stays the same reads what its last step has written.
         self._state_slots_s[row] = sequence.kv.state_slot
+        if num_accepted:
+            self._state_sources_s[row] = sequence.kv.state_slot
 
     def get_group(self, sequence: Sequence) -> SequenceGroup:
         """Return the group of a sequence that has a row."""

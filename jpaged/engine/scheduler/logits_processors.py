@@ -186,9 +186,12 @@ class LogitsProcessorState:
         for row_index, group, sequence, is_last_known in rows:
             constant = self._constant(group)
             records[row_index] = constant.record
+            embeds, token_ids = group.request.embeds, sequence.token_ids
+            if embeds is not None:
+                token_ids = embeds.hide(token_ids)
             if group.request.sampling.needs_counts:
-                records["slots_r"][row_index] = self._slot(sequence, due, is_last_known=is_last_known)
-            found = constant.singles(sequence.token_ids, is_last_known=is_last_known)
+                records["slots_r"][row_index] = self._slot(sequence, token_ids, due, is_last_known=is_last_known)
+            found = constant.singles(token_ids, is_last_known=is_last_known)
             num_constant = len(constant.singles_x)
             if num_constant or found:
                 singles_rx = no_singles(num_padded) if singles_rx is None else singles_rx
@@ -216,11 +219,15 @@ class LogitsProcessorState:
             found = self._constants[group] = _Constant.of(group.request, self.vocab_size)
         return found
 
-    def _slot(self, sequence: Sequence, due: list[TokenCountReset], *, is_last_known: bool) -> int:
+    def _slot(
+        self, sequence: Sequence, token_ids: list[int], due: list[TokenCountReset], *, is_last_known: bool
+    ) -> int:
         slot = self.slots.find(sequence)
         if slot is None:
             if not is_last_known:
                 raise InternalError("a sequence whose tokens are counted has a token that the host does not have")
             slot = self.slots.take(sequence)
-            due.append(TokenCountReset(slot, list(sequence.token_ids), sequence.num_prompt_tokens))
+            counted = [token_id for token_id in token_ids if token_id >= 0]  # without embeddings
+            num_prompt = sequence.num_prompt_tokens - len(token_ids) + len(counted)
+            due.append(TokenCountReset(slot, counted, num_prompt))
         return slot

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from jpaged.engine.executor import (
     BANNED_WIDTH,
     BEYOND_TOKENS,
+    F32,
     I32,
+    Bool,
     Detail,
     Geometry,
     SamplingInputs,
@@ -254,6 +256,14 @@ class SchedulerOutput:
         self.drafts.append(ScheduledDraft(group, sequence, row_index, token_ids, range(first, first + len(token_ids))))
         self.num_tokens += len(token_ids)
 
+    def place_drafts(self) -> None:
+        """Move drafts next to the rows of their sequences, which recurrent layers continue."""
+        rows_of_drafts = {draft.row_index: draft.rows for draft in self.drafts}
+        num_before = self.num_rows - sum(map(len, rows_of_drafts.values()))
+        order = [one for row in range(num_before) for one in (row, *rows_of_drafts.get(row, ()))]
+        if order != list(range(len(order))):
+            self.reorder(order)
+
     def rerun(self, group: SequenceGroup, sequence: Sequence, start: int, num_tokens: int) -> None:
         """Add a row that computes tokens again; the sequence is not changed."""
         row = ScheduledRow(
@@ -406,8 +416,9 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
     query_starts_s1 = _padded(ends - lens, max_rows + 1, num_tokens)
     last_tokens_s = np.maximum(query_starts_s1[1:] - 1, 0)
     kv_begins_s, run_starts_s1 = _runs(schedule, max_rows)
-    state_sources_s, state_slots_s = _state_slots(schedule, max_rows)
+    state_sources_s, state_slots_s, is_draft_s = _state_slots(schedule, max_rows)
     poolings_s, pair_starts_s = _poolings(schedule, max_rows) if geometry.is_encoder else (None, None)
+    is_embed_t = np.zeros(num_padded, np.bool_) if geometry.embed_width else None
     return StepInputs(
         token_ids_t=_padded(_known_tokens(schedule), num_padded),
         is_prev_sampled_t=prev_rows_t != _KNOWN,
@@ -428,8 +439,14 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         num_runs=len(schedule.runs),
         state_sources_s=state_sources_s,
         state_slots_s=state_slots_s,
+        is_draft_s=is_draft_s != 0,
+        draft_slots_sk=_draft_slots(schedule, geometry)
+        if geometry.state_bytes and schedule.decodes.num_rounds
+        else None,
         poolings_s=poolings_s,
         pair_starts_s=pair_starts_s,
+        is_embed_t=is_embed_t,
+        embeds_te=None if is_embed_t is None else _fill_embeds(schedule, ends - lens, is_embed_t, geometry.embed_width),
     )
 
 
@@ -567,16 +584,33 @@ def _block_tables(schedule: SchedulerOutput, geometry: Geometry) -> I32:
     return block_tables_gsm
 
 
-def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
-    """Return the slots that each row reads and writes; a fresh fork computes nothing, and so has none."""
+def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32, I32]:
+    """Return the slots that each row reads and writes, and 1 for each row of a draft token.
+
+    A fresh fork computes nothing, and so has none.
+    """
     handles = [row.sequence.kv if row.num_tokens else None for row in schedule.rows]
     sources = [0 if kv is None else kv.state_source for kv in handles]
     slots = [0 if kv is None else kv.state_slot for kv in handles]
     decodes = schedule.decodes
     columns = [_column(decodes.state_sources_s, sources), _column(decodes.state_slots_s, slots)]
+    columns.append(np.zeros(len(columns[0]), np.int32))
+    for draft in schedule.drafts:
+        rows, kv = slice(draft.rows.start, draft.rows.stop), draft.sequence.kv
+        for column, values in zip(columns, (columns[0][draft.row_index], kv.draft_slots or 0, 1), strict=True):
+            column[rows] = values
     if schedule.order:
         columns = [column[schedule.order] for column in columns]
-    return _padded(columns[0], max_rows), _padded(columns[1], max_rows)
+    sources_s, slots_s, is_draft_s = (_padded(column, max_rows) for column in columns)
+    return sources_s, slots_s, is_draft_s
+
+
+def _draft_slots(schedule: SchedulerOutput, geometry: Geometry) -> I32:
+    """Return the slots for the states after the draft tokens of rounds."""
+    slots_sk = np.zeros((geometry.max_num_seqs, geometry.num_speculative_tokens), np.int32)
+    for row, sequence in enumerate(schedule.decodes.sequences):
+        slots_sk[row, : len(sequence.kv.draft_slots)] = sequence.kv.draft_slots
+    return slots_sk
 
 
 def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
@@ -591,6 +625,28 @@ def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     if schedule.order:
         poolings, starts = ([column[row] for row in schedule.order] for column in (poolings, starts))
     return _padded(poolings, max_rows), _padded(starts, max_rows)
+
+
+def _fill_embeds(schedule: SchedulerOutput, starts: I32, is_embed_t: Bool, width: int) -> F32 | None:
+    """Return the input embeddings of a step, and mark their tokens; None if there are none.
+
+    Args:
+        starts: packed index of the first token of each row, in device order.
+    """
+    if all(row.group.request.embeds is None for row in schedule.rows):
+        return None
+    embeds_te, num_decodes = np.zeros((len(is_embed_t), width), np.float32), len(schedule.decodes)
+    for new, row_index in enumerate(schedule.order or range(schedule.num_rows)):
+        if row_index < num_decodes:
+            continue
+        row = schedule.rows[row_index - num_decodes]
+        if (embeds := row.group.request.embeds) is None:
+            continue
+        for position, values_te in embeds.iter_rows(row.start, row.start + row.num_tokens):
+            begin = starts.item(new) + position - row.start
+            is_embed_t[begin : begin + len(values_te)] = True
+            embeds_te[begin : begin + len(values_te)] = values_te
+    return embeds_te if is_embed_t.any() else None
 
 
 def _runs(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:

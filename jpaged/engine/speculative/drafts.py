@@ -163,20 +163,33 @@ class DraftRows:
         sequences, nums = [one.sequence for one in decoding], [len(token_ids) for token_ids, _ in found]
         chosen = proposals.choose(sequences, nums, schedule.num_tokens - len(decoding))
         num_rows = self.geometry.max_num_seqs - schedule.num_rows
-        room = min(num_rows, self.geometry.max_num_batched_tokens - schedule.num_tokens)
+        room, slots = min(num_rows, self.geometry.max_num_batched_tokens - schedule.num_tokens), self.memory.states
         for one, (token_ids, states), num_chosen in zip(decoding, found, chosen, strict=True):
             count = min(num_chosen, room)
+            if count > 0 and slots is not None:
+                count = slots.num_drafts(count)
             if count > 0 and self.memory.can_grow([(one.sequence, count)]):
-                self.memory.grow(one.sequence, count)
+                self.memory.grow(one.sequence, count, are_drafts=True)
                 if one.sequence in self.rows:
                     self.rows.grown(one.sequence)
                 schedule.add_draft(one.group, one.sequence, one.row_index, token_ids[:count], states[:count])
                 room -= count
+        if slots is not None:
+            schedule.place_drafts()
 
-    def ran(self, group: SequenceGroup, sequence: Sequence, num_accepted: int) -> None:
-        """Apply the result of a sequence's draft, and release the blocks of rejected tokens."""
+    def ran(self, group: SequenceGroup, sequence: Sequence, num_accepted: int, state_slot: int | None = None) -> None:
+        """Apply the result of a sequence's draft, and release the blocks and states of rejected tokens.
+
+        Args:
+            state_slot: slot of the recurrent state after the accepted tokens; None if they were one draft.
+        """
         self.policy.served(group, 0, num_accepted)
         if sequence.is_live:
+            if self.memory.states is not None:
+                kv = sequence.kv
+                if state_slot is None:
+                    state_slot = kv.draft_slots[num_accepted - 1] if num_accepted else kv.state_slot
+                self.memory.states.accept(kv, state_slot)
             self.memory.rewind(sequence)
             if sequence in self.rows:
                 self.rows.grown(sequence, num_accepted)
@@ -309,6 +322,8 @@ class RoundRows:
         for sequence, num_tokens in shares:
             commit_full_blocks(sequence, self.memory)
             self.memory.grow(sequence, num_tokens)
+            if self.memory.states is not None:
+                self.memory.states.add_drafts(sequence.kv, min(num_in_round, num_tokens) - 1)
             self.rows.grown(sequence)
         schedule.decode(self.rows.take(rounds=(num_rounds, [num_tokens for _, num_tokens in shares])))
         self.policy.decoded(schedule.decodes.groups)

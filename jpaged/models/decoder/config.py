@@ -140,6 +140,7 @@ class DecoderConfig(ModelConfig):
         is_gated: the feed-forward is down(act(gate(x)) * up(x)), else down(act(up(x))).
         is_interleaved: the checkpoint rotates neighboring dimensions against each other, not halves.
         embed_scale: multiplies embedded tokens, rounded to the model's type.
+        scales_given_embeds: it multiplies embeddings that callers give as well, as in vLLM's model of the family.
         logit_scale: multiplies logits.
         logit_bias: logits have a bias.
         logit_cap: logits become cap * tanh(logits / cap); None leaves them.
@@ -184,6 +185,7 @@ class DecoderConfig(ModelConfig):
     is_gated: bool = True
     is_interleaved: bool = False
     embed_scale: float = 1.0
+    scales_given_embeds: bool = False
     logit_scale: float = 1.0
     logit_bias: bool = False
     logit_cap: float | None = None
@@ -269,6 +271,11 @@ class DecoderConfig(ModelConfig):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer."""
         return self.kinds or (self._alike,) * self.num_layers
+
+    @property
+    def embed_width(self) -> int:
+        """See `ModelConfig`."""
+        return 0 if self.layer_inputs else self.hidden_size
 
     @property
     def max_model_len(self) -> int:

@@ -530,9 +530,7 @@ class DecoderEnds(Ends):
     def begin(self, tokens: TokenBatch) -> tuple[Measured, Shared]:
         """See `Ends`. States are measured if a TPU kernel rotates the heads and norms are RMS norms."""
         config = self.config
-        x_te = self.embed(tokens.ids_t)
-        if config.embed_scale != 1:
-            x_te = x_te * jnp.asarray(config.embed_scale, x_te.dtype)
+        x_te = self.embed_inputs(tokens, config.embed_scale, scales_given=config.scales_given_embeds)
         if self.positions is not None:
             x_te = x_te + self.positions(tokens.positions_t)
         if self.token_types is not None:

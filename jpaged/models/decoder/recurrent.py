@@ -1,4 +1,4 @@
-"""The recurrent layers of decoders: LFM2's convolution, the gated delta rule with gated attention, and Mamba-2.
+"""The recurrent layers of decoders: LFM2's convolution, the gated delta rule, Kimi Delta Attention, and Mamba-2.
 
 A recurrent layer replaces attention: it reads the state of each row from its slot, and writes it back.
 """
@@ -20,7 +20,7 @@ from jpaged.kernels.recurrence import (
     short_convolution,
     write_states,
 )
-from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.decoder.config import DecoderConfig, DeltaShape
 from jpaged.models.decoder.modules import Attention, AttentionModule, DecoderLayer, Shared
 from jpaged.models.layers import Attend, Linear, Module, Norm, Param, RandomKeys, RMSNorm, normal
 from jpaged.models.stack import LayerPlace
@@ -111,26 +111,82 @@ class GatedDeltaNet(Module):
         mixed, gates = projected[..., : delta.num_channels], projected[..., delta.num_channels :]
         control = self.control(x_te, shared.rows, norm=norm).astype(jnp.float32)
         strengths, rates = jnp.split(control.reshape(num_tokens, delta.num_key_heads, 2 * group), 2, axis=-1)
-        of_window, of_matrices = place.kind.blank_states(dtype)
-        (window_sf,) = read_states(carry, rows, place.index, [of_window])
-        window_sck = window_sf.reshape(len(window_sf), len(self.taps[...]), -1)
-        y_tc, window_sck = short_convolution(mixed.reshape(num_tokens, -1), window_sck, self.taps[...], rows)
-        carry = write_states(carry, rows, place.index, [window_sck.reshape(window_sf.shape)])
-        y_tc = jax.nn.silu(y_tc.astype(dtype).astype(jnp.float32)).astype(dtype)
-        heads = y_tc.astype(jnp.float32).reshape(num_tokens, delta.num_key_heads, -1)
-        q, k, v = jnp.split(heads, (delta.key_dim, 2 * delta.key_dim), axis=-1)
+        (q, k, v), carry = _convolve_heads(mixed, self.taps[...], delta, rows, carry, place)
         step_th = jax.nn.softplus(rates.reshape(num_tokens, -1) + self.step_bias[...])
-        rule = gated_delta_rule(
-            _unit(q) * delta.key_dim**-0.5,
-            _unit(k),
-            v.reshape(num_tokens, delta.num_value_heads, delta.value_dim),
-            -jnp.exp(self.log_rate[...]) * step_th,
-            jax.nn.sigmoid(strengths.reshape(num_tokens, -1)),
-        )
-        o_thv, carry = recur(rule, carry, rows, place.index, of_matrices, 1)
+        log_decays_th = -jnp.exp(self.log_rate[...]) * step_th
+        rule = gated_delta_rule(q, k, v, log_decays_th, jax.nn.sigmoid(strengths.reshape(num_tokens, -1)))
+        o_thv, carry = recur(rule, carry, rows, place.index, place.kind.blank_states(dtype)[1], 1)
         o_thv = self.norm(o_thv.astype(dtype))
         gates = gates.reshape(o_thv.shape).astype(jnp.float32)
         return _times(o_thv, jax.nn.silu(gates)).reshape(num_tokens, -1), carry
+
+
+def _convolve_heads(
+    mixed_tkc: jax.Array, taps_ck: jax.Array, delta: DeltaShape, rows: RecurrentRows, carry: Any, place: LayerPlace
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Any]:
+    """Return queries, keys and values of the delta rule, float32 `[T, heads, dim]`, and the carry with new windows.
+
+    Args:
+        mixed_tkc: projections of each key head: its query, its key and its values.
+    """
+    dtype, num_tokens = mixed_tkc.dtype, len(mixed_tkc)
+    (window_sf,) = read_states(carry, rows, place.index, place.kind.blank_states(dtype)[:1])
+    window_sck = window_sf.reshape(len(window_sf), len(taps_ck), -1)
+    y_tc, window_sck = short_convolution(mixed_tkc.reshape(num_tokens, -1), window_sck, taps_ck, rows)
+    carry = write_states(carry, rows, place.index, [window_sck.reshape(window_sf.shape)])
+    y_tc = jax.nn.silu(y_tc.astype(dtype).astype(jnp.float32)).astype(dtype)
+    heads = y_tc.astype(jnp.float32).reshape(num_tokens, delta.num_key_heads, -1)
+    q, k, v = jnp.split(heads, (delta.key_dim, 2 * delta.key_dim), axis=-1)
+    v = v.reshape(num_tokens, delta.num_value_heads, delta.value_dim)
+    return (_unit(q) * delta.key_dim**-0.5, _unit(k), v), carry
+
+
+class ChannelDelta(Module):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): the delta rule with a decay of each channel of a key.
+
+    Decays and the gates of outputs are products of two matrices, whose inner width R is that of a head.
+
+        project   [E, H * 3 * D]     queries, keys and values of each head
+        control   [E, H]             write strengths
+        down      [E, 2, R]          into decays and gates
+        decay     [R, H * D]
+        gate      [R, H * D]
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> None:
+        delta, width = config.delta, config.hidden_size
+        assert delta is not None
+        self.delta = delta
+        num_heads, rank = delta.num_key_heads, delta.key_dim
+        outputs, num_channels = num_heads * rank, num_heads * delta.num_channels
+        self.project = Linear(width, (num_channels,), False, dtype, rngs)
+        self.control = Linear(width, (num_heads,), False, dtype, rngs)
+        self.down = Linear(width, (2, rank), False, dtype, rngs)
+        self.decay = Linear(rank, (outputs,), False, dtype, rngs)
+        self.gate = Linear(rank, (outputs,), False, dtype, rngs)
+        self.taps = Param(normal(rngs.next_key(), (num_channels, config.conv_len), dtype))
+        self.log_rate = Param(jnp.zeros((num_heads,), jnp.float32))
+        self.step_bias = Param(jnp.ones((outputs,), jnp.float32))
+        self.norm = RMSNorm(delta.value_dim, config.norm_eps, dtype)
+        self.out = Linear(outputs, (width,), False, dtype, rngs)
+
+    def attend(
+        self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
+    ) -> tuple[jax.Array, Any]:
+        """See `AttentionModule`; the state is the convolution's window, and a matrix for each head."""
+        rows, delta, dtype, num_tokens = shared.recurrent, self.delta, x_te.dtype, len(x_te)
+        assert rows is not None
+        mixed = self.project(x_te, shared.rows, norm=norm).reshape(num_tokens, delta.num_key_heads, -1)
+        strengths_th = jax.nn.sigmoid(self.control(x_te, shared.rows, norm=norm).astype(jnp.float32))
+        down_t2r = self.down(x_te, shared.rows, norm=norm)
+        rates, gates = self.decay(down_t2r[:, 0], shared.rows), self.gate(down_t2r[:, 1], shared.rows)
+        (q_thd, k_thd, v_thv), carry = _convolve_heads(mixed, self.taps[...], delta, rows, carry, place)
+        steps_thd = jax.nn.softplus(rates.astype(jnp.float32) + self.step_bias[...]).reshape(q_thd.shape)
+        log_decays_thd = -jnp.exp(self.log_rate[...])[:, None] * steps_thd
+        rule = gated_delta_rule(q_thd, k_thd, v_thv, log_decays_thd, strengths_th)
+        o_thv, carry = recur(rule, carry, rows, place.index, place.kind.blank_states(dtype)[1], 1)
+        gates_thv = jax.nn.sigmoid(gates.astype(jnp.float32).reshape(o_thv.shape))
+        return _times(self.norm(o_thv.astype(dtype)), gates_thv).reshape(num_tokens, -1), carry
 
 
 class DeltaLayer(DecoderLayer):

@@ -4,6 +4,7 @@ llama.py       Llama, Mistral, Mixtral, Qwen2, Qwen3, MiMo, Phi-3 and Phi-4
 gemma.py       Gemma 1 and 2, and the language models of Gemma 3, 3n and 4
 qwen_moe.py    Qwen2-MoE, Qwen3-MoE and gpt-oss
 qwen_next.py   Qwen3-Next, with the gated delta rule
+kimi_linear.py Kimi-Linear, with Kimi Delta Attention and latents
 gpt.py         GPT-2; GPT-NeoX and Pythia; Falcon, with multi-query, grouped or full multi-head attention
 lfm2.py        LFM2, with short convolutions
 mamba.py       Mamba-2, and Granite 4 and Nemotron-H, with Mamba-2

@@ -63,6 +63,7 @@ def _read(fields: JsonFields, architecture: str, version: int) -> DecoderConfig:
         post_norms=version > 1,
         qk_norm="head" if version == 3 else "none",
         embed_scale=sizes["hidden_size"] ** 0.5,
+        scales_given_embeds=version < 3,
         logit_cap=_cap(fields, "final_logit_softcapping", 30.0 if version == 2 else None),
         ropes=_ropes(fields, max_position_embeddings, version),
         kinds=_kinds(fields, sizes["num_layers"], version) if version > 1 else (),

@@ -77,6 +77,7 @@ def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         embed_scale=fields.number("embedding_multiplier", 1.0),
+        scales_given_embeds=True,
         residual_scale=fields.number("residual_multiplier", 1.0),
         logit_scale=1 / fields.number("logits_scaling", 1.0),
         conv_len=conv_len,

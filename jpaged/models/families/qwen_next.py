@@ -37,7 +37,8 @@ from jpaged.models.param_specs import Leaf, same, transpose, transposed
 from jpaged.models.rope_config import RopeConfig
 
 LINEAR = "linear_attention"
-_MAX_TAPS = 64
+MAX_TAPS = 64
+"""Limit of the tokens that a short convolution reads."""
 _WITHOUT_ATTENTION_GATES = "attention without gates is not supported"
 _OF_DRAFTS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _OF_IMAGES = (
@@ -124,7 +125,7 @@ def _read_decoder(
     fields.only("hidden_act", "silu", "swish", why="feed-forwards support only the activation silu")
     fields.only("attention_bias", False, why="biases next to gates are not supported")
     max_position_embeddings = fields.integer("max_position_embeddings", 32768)
-    delta, conv_len = _read_delta(fields), fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=_MAX_TAPS)
+    delta, conv_len = _read_delta(fields), fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_TAPS)
     return DecoderConfig(
         architecture=architecture,
         **sizes,
@@ -265,9 +266,11 @@ def _delta_leaves(config: DecoderConfig, prefix: str) -> list[Leaf]:
     biases = same(("attention", "step_bias"), f"{prefix}dt_bias", *of_values)
     if _is_split(config):
         qkv, gates = (num_keys, num_keys, num_values), (num_values,)
-        project = _joined(config, "project", {f"{prefix}in_proj_qkv.weight": qkv, f"{prefix}in_proj_z.weight": gates})
+        project = grouped_columns(
+            config, "project", {f"{prefix}in_proj_qkv.weight": qkv, f"{prefix}in_proj_z.weight": gates}
+        )
         heads = (delta.num_value_heads,)
-        control = _joined(config, "control", {f"{prefix}in_proj_{part}.weight": heads for part in "ba"})
+        control = grouped_columns(config, "control", {f"{prefix}in_proj_{part}.weight": heads for part in "ba"})
     else:
         num_outputs = 2 * (num_keys + num_values)
         project = _columns("project", f"{prefix}in_proj_qkvz.weight", (width, num_outputs))
@@ -275,7 +278,7 @@ def _delta_leaves(config: DecoderConfig, prefix: str) -> list[Leaf]:
     return [
         project,
         control,
-        _taps(f"{prefix}conv1d.weight", delta, config.conv_len),
+        grouped_taps([f"{prefix}conv1d.weight"], delta, config.conv_len),
         *(dataclasses.replace(leaf, dtype=np.dtype(np.float32)) for leaf in (rates, biases)),
         same(("attention", "norm", "scale"), f"{prefix}norm.weight", (None,), (delta.value_dim,)),
         transposed(("attention", "out", "kernel"), f"{prefix}out_proj.weight", ("heads", "embed"), (num_values, width)),
@@ -286,8 +289,8 @@ def _columns(path: str, name: str, shape: tuple[int, int]) -> Leaf:
     return transposed(("attention", path, "kernel"), name, ("embed", "heads"), shape)
 
 
-def _joined(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]]) -> Leaf:
-    """Return a kernel with the outputs of several tensors grouped by key head.
+def grouped_columns(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]]) -> Leaf:
+    """Return a kernel of the delta rule with the outputs of several tensors grouped by key head.
 
     Args:
         outputs: for each tensor, the outputs of each part, which has all heads.
@@ -307,18 +310,23 @@ def _joined(config: DecoderConfig, path: str, outputs: dict[str, tuple[int, ...]
     return Leaf(("attention", path, "kernel"), ("embed", "heads"), shape, tensors, pack, (1, None))
 
 
-def _taps(name: str, delta: DeltaShape, num_taps: int) -> Leaf:
-    """Return the taps of all channels, grouped by key head; the tensor has queries, keys, then values of all heads."""
+def grouped_taps(names: Sequence[str], delta: DeltaShape, num_taps: int) -> Leaf:
+    """Return the taps of all channels, grouped by key head.
+
+    Args:
+        names: of tensors with the queries, the keys and the values of all heads, or of one with all of these.
+    """
     num_heads, num_channels = delta.num_key_heads, delta.num_key_heads * delta.num_channels
-    ends = num_heads * delta.key_dim, 2 * num_heads * delta.key_dim
+    sizes = (num_heads * delta.key_dim, num_heads * delta.key_dim, num_heads * delta.value_width)
 
     def pack(tensors: Sequence[np.ndarray], out: np.ndarray) -> None:
-        parts = np.split(tensors[0].reshape(num_channels, num_taps), ends)
         concat = tensors[0].__array_namespace__().concat
+        parts = np.split(concat(tensors).reshape(num_channels, num_taps), np.cumsum(sizes)[:-1])
         grouped = concat([part.reshape(num_heads, -1, num_taps) for part in parts], axis=1)
         out[...] = grouped.reshape(num_channels, num_taps)
 
-    tensors = ((name, (num_channels, 1, num_taps)),)
+    stored = sizes if len(names) > 1 else (num_channels,)
+    tensors = tuple((name, (size, 1, num_taps)) for name, size in zip(names, stored, strict=True))
     return Leaf(("attention", "taps"), ("heads", None), (num_channels, num_taps), tensors, pack, (None, None))
 
 

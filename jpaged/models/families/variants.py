@@ -297,6 +297,7 @@ _VARIANTS = {
     "GraniteForCausalLM": DecoderVariant(
         model_type="granite",
         keys=_rms() | _tied(False) | _biases(mlp="mlp_bias") | _GRANITE_KEYS,
+        fixed={"scales_given_embeds": True},
         scale="attention_multiplier",
     ),
     "Olmo2ForCausalLM": DecoderVariant(
@@ -500,6 +501,7 @@ _VARIANTS |= {
         model_type="granitemoe",
         names=Names(experts=_GRANITE_EXPERTS),
         keys=_rms() | _tied(False) | _biases() | _GRANITE_KEYS,
+        fixed={"scales_given_embeds": True},
         scale="attention_multiplier",
         experts=ExpertKeys(
             num_experts=("num_local_experts", 8), top_k=("num_experts_per_tok", 2), scores="chosen", normalises=False

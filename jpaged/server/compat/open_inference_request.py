@@ -428,7 +428,7 @@ def parse_ask(request: inference_pb2.ModelInferRequest, defaults: Mapping[str, A
     if not has_length and (most := defaults.get("max_tokens")) is not None:
         prompt = dataclasses.replace(prompt, fills_length=True, max_filled=most)
     outputs = _outputs(request, given)
-    has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+    has_logprobs = sampling.returns_logprobs
     if "cumulative_logprob" in outputs and not sampling.needs_logprobs:
         sampling = dataclasses.replace(sampling, logprobs=0)
     return Ask(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
+from jpaged.checkpoints.quantized.quantizer import quantized_here
 from jpaged.checkpoints.tensor_files import TensorFiles
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, JpagedError
@@ -116,6 +118,22 @@ def test_matrices_of_bitsandbytes_become_weights(tmp_path: Path, caplog: pytest.
     write_tensors(stored, tmp_path / "bnb")
     with pytest.raises(InvalidArgument, match=r"q_proj\.weight\.absmax is float32 \[3\]; it must be float32 or"):
         load_params(Model(read_config(tmp_path / "bnb"), np.dtype(np.float32)), tmp_path / "bnb", "loop")
+
+
+def test_the_option_may_name_bitsandbytes(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    for more in ({"quantization_config": config}, {}):
+        (tmp_path / "config.json").write_text(json.dumps({**tiny_case("llama_mha").config, **more}), encoding="utf-8")
+        found = read_config(tmp_path)
+        rounded = quantized_here(found, "int8")
+        assert rounded.quantization is not None and rounded.quantization.method == "int8"
+        if more:
+            assert quantized_here(found, "bitsandbytes") is found
+            with pytest.raises(InvalidArgument, match="is awq, but the checkpoint is quantized with bitsandbytes"):
+                quantized_here(found, "awq")
+        else:
+            with pytest.raises(InvalidArgument, match="is bitsandbytes, but the checkpoint is not quantized"):
+                quantized_here(found, "bitsandbytes")
 
 
 def _state(**changes: object) -> Callable[[dict[str, np.ndarray]], None]:

@@ -17,6 +17,7 @@ from jpaged.checkpoints.weights import load_params, random_params
 from jpaged.device.mesh import local_bytes
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize, quantize
+from jpaged.models.config import Quantization
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized, write_tensors
@@ -120,6 +121,13 @@ def test_the_option_may_name_the_method_of_the_checkpoint(tmp_path: Path) -> Non
     plain = dataclasses.replace(config, quantization=None)
     with pytest.raises(InvalidArgument, match="quantization: is awq, but the checkpoint is not quantized"):
         quantized_here(plain, "awq")
+    for name in ("bitsandbytes", "hqq", "torchao", "modelopt"):
+        with pytest.raises(
+            InvalidArgument, match=f"is {name}, but the checkpoint is not quantized: .* use one of int8"
+        ):
+            quantized_here(plain, name)
+    gptq = dataclasses.replace(plain, quantization=Quantization("gptq", ()))
+    assert all(quantized_here(gptq, name) is gptq for name in ("gptq", "gptq_marlin", "moe_wna16"))
     rounded = quantized_here(plain, "fp8")
     assert rounded.quantization is not None
     assert quantized_here(rounded, "fp8") is rounded

@@ -129,6 +129,28 @@ def test_samples_tell_of_named_tokens_and_of_all(llm: LLM, truth: Truth) -> None
             assert all(row[t.token_id] == pytest.approx(t.logprob, abs=1e-4) for t in told)
 
 
+def test_samples_have_the_entropy_and_their_log_probability_after_truncation(llm: LLM, truth: Truth) -> None:
+    prompts = [TokensPrompt(prompt_token_ids=PROMPTS[3])] * 2
+    fields: dict[str, Any] = {"max_tokens": 5, "n": 3, "ignore_eos": True}
+    plain = SamplingParams(seed=3, sampling_logprobs=True, **fields)
+    cut = SamplingParams(seed=4, sampling_logprobs=True, temperature=0.7, top_k=9, top_p=0.9, **fields)
+    for output, how in zip(llm.generate(prompts, [plain, cut]), (plain, cut), strict=True):
+        for one in output.outputs:
+            want = truth.logprobs([*PROMPTS[3], *one.token_ids])[len(PROMPTS[3]) - 1 :]
+            assert one.logprobs is not None and len(one.logprobs) == 5
+            for position, row, token in zip(one.logprobs, want, one.token_ids, strict=False):
+                assert position.entropy == pytest.approx(-(np.exp(row) * row).sum(), abs=1e-3)
+                assert position.sampling_logprob is not None
+                if how is plain:
+                    assert position.sampling_logprob == position.chosen.logprob
+                    continue
+                kept = np.sort(row)[::-1][:9] / 0.7
+                shares = np.exp(kept) / np.exp(kept).sum()
+                kept = kept[: 1 + np.searchsorted(np.cumsum(shares), 0.9)]
+                scaled = row[token] / 0.7 - np.log(np.exp(kept).sum())
+                assert position.sampling_logprob == pytest.approx(scaled, abs=1e-3)
+
+
 def test_continuations_are_scored_and_their_prompt_is_computed_once(llm: LLM, truth: Truth) -> None:
     prompt = random_prompts([40], seed=5)[0]
     continuations = [*random_prompts([1, 3, 7, 12, 20, 2, 2, 5], seed=6)]

@@ -199,6 +199,22 @@ def test_a_pause_holds_for_every_replica():
     assert fleet.last("c").finish.reason is FinishReason.ABORT
 
 
+def test_replicas_that_sleep_already_resume_with_those_that_do_not_yet() -> None:
+    fleet = Fleet(2, engine_options={"enable_sleep_mode": True})
+    fleet.place("a", PREFIX, max_tokens=4)
+    asleep = fleet.replicas.sleep(1, "wait")
+    fleet.replicas.step()
+    assert sorted(len(engine.asleep) for engine in fleet.engines) == [0, 2] and not asleep.done()
+    resumed = fleet.replicas.resume()
+    fleet.replicas.step()
+    assert resumed.result(timeout=0) is None and not fleet.replicas.asleep
+    with pytest.raises(Unavailable, match="generation was resumed before all requests had ended"):
+        asleep.result(timeout=0)
+    fleet.place("b", PREFIX)
+    fleet.run()
+    assert not fleet.replicas.is_paused
+
+
 def test_memory_is_released_and_restored_in_every_replica():
     fleet = Fleet(2, engine_options={"enable_sleep_mode": True})
     fleet.replicas.pin_prefix("system", PREFIX)

@@ -13,7 +13,7 @@ from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.offload.transfer import ReplicaTransfer
 from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
 from jpaged.errors import InvalidArgument, Unsupported
-from jpaged.testing import FakeExecutor, SeveralStepsExecutor
+from jpaged.testing import FakeExecutor, SeveralStepsExecutor, SpeculatingExecutor
 from tests.engine.harness import Harness
 from tests.engine.lives import Life
 
@@ -29,6 +29,10 @@ class Scarce(Stateful):
     """A fake with hardly more slots than sequences."""
 
     state_checkpoint_blocks = 12
+
+
+class Speculating(SpeculatingExecutor, Scarce):
+    """A fake with a draft model as well, of whose tokens each has a slot."""
 
 
 def make(kind: type[FakeExecutor] = Stateful, *, num_blocks: int = 64, **options) -> Harness:
@@ -216,11 +220,23 @@ def test_a_sequence_that_came_back_is_swapped_again():
 @pytest.mark.parametrize("kind", [Stateful, Scarce])
 @pytest.mark.thinned(4)
 def test_lives_continue_from_their_own_state(kind):
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter({"num_accepted_tokens": 0})
     for seed in range(7000, 7008):
-        life = Life(seed, kind=kind, num_speculative_tokens=0)
+        life = Life(seed, kind=kind)
         life.run()
         load = life.h.engine.load()
+        if load.speculation is not None:
+            counts["num_accepted_tokens"] += load.speculation.num_accepted_tokens
         for name in ("num_preemptions", "num_prefix_hit_tokens", "num_recomputed_tokens", "num_blocks_swapped_in"):
             counts[name] += getattr(load, name)
     assert min(counts.values()) > 0, counts
+
+
+@pytest.mark.thinned(4)
+def test_lives_with_a_draft_model_continue_from_their_own_state():
+    num_dispatches = 0
+    for seed in range(7100, 7108):
+        life = Life(seed, kind=Speculating, nums_rounds=[(16,), (2, 0), (1, 0, 0, 5)][seed % 3])
+        life.run()
+        num_dispatches += life.h.rule.num_dispatches
+    assert num_dispatches > 10

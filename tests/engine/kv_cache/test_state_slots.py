@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.config import CacheOptions
+from jpaged.engine.executor import MAX_STATE_DRAFTS
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.paged import make_memory
 from jpaged.errors import InternalError, Unsupported
+from jpaged.kernels.recurrence import SHORT_LEN
 from jpaged.testing import FakeExecutor
 from tests.engine.groups import computed, group_of
 
@@ -49,28 +51,45 @@ def test_more_sequences_than_slots_are_an_error() -> None:
         slots.check([])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["begin", "run", "fork", "release"]), st.integers(0, 5)), max_size=60))
+ACTS = ["begin", "run", "fork", "release", "draft", "abort"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 5)), max_size=60))
 def test_every_sequence_reads_its_own_state(acts: list[tuple[str, int]]) -> None:
-    """The contents of slots are modeled: a run appends to what its sequence has read."""
+    """The contents of slots are modeled: a run appends to what its sequence has read.
+
+    Drafts are run after it, each in its own slot, and some of the first ones are accepted.
+    """
     slots, contents, live, count = StateSlots(6), dict[int, str](), list[tuple[SequenceBlocks, list[str]]](), 0
     for act, which in acts:
         if act == "begin" and len(live) < 6:
             live.append((handle(), []))
         elif live:
             kv, history = live[which % len(live)]
-            if act == "run":
+            if act in ("run", "draft", "abort"):
                 count += 1
                 slots.prepare(kv)
                 before = contents[kv.state_source] if history else ""
                 assert before == "".join(history)
                 history.append(f"{count};")
                 contents[kv.state_slot] = before + history[-1]
+                num_drafts = 0 if act == "run" else slots.num_drafts(3)
+                slots.add_drafts(kv, num_drafts)
+                assert len({kv.state_slot, *kv.draft_slots}) == 1 + num_drafts
+                for place, slot in enumerate(kv.draft_slots):
+                    contents[slot] = contents[kv.state_slot] + "".join(f"{count}.{n};" for n in range(place + 1))
+                slots.check(kv for kv, _ in live)
+            if act == "draft":
+                num_accepted = min(which, num_drafts)
+                history += [f"{count}.{n};" for n in range(num_accepted)]
+                slots.accept(kv, [kv.state_slot, *kv.draft_slots][num_accepted])
+                assert kv.draft_slots == ()
+            elif act in ("abort", "release"):  # drafts may be in flight
+                slots.release(kv)
+                live.pop(which % len(live))
             elif act == "fork" and len(live) < 6:
                 live.append((handle(), list(history)))
                 slots.fork(kv, live[-1][0])
-            elif act == "release":
-                slots.release(kv)
-                live.pop(which % len(live))
         slots.check(kv for kv, _ in live)
     for kv, _ in live:
         slots.release(kv)
@@ -96,3 +115,25 @@ def test_a_fork_of_a_sequence_shares_its_state() -> None:
     parent, child = (sequence.kv for sequence in group.live)
     assert child.state_slot == parent.state_slot == 1
     memory.check([group])
+
+
+def test_drafts_take_free_slots_and_those_of_checkpoints_but_no_pinned_ones() -> None:
+    slots, kv = StateSlots(5, 3), SequenceBlocks(8, b"root")
+    keys = [bytes([place]) * 32 for place in range(3)]
+    for place, key in enumerate(keys):
+        slots.prepare(kv)
+        slots.checkpoint(kv, place + 1, keys[: place + 1], is_lasting=True)
+        assert key in slots
+    slots.prepare(kv)
+    assert slots.pin(keys[1])
+    assert (slots.num_free, slots.num_drafts(9)) == (1, 3)
+    slots.add_drafts(kv, 3)
+    assert [key in slots for key in keys] == [False, True, False]
+    assert slots.num_drafts(1) == 0
+    slots.accept(kv, kv.draft_slots[1])
+    assert slots.num_drafts(9) == 3
+    slots.check([kv])
+
+
+def test_no_more_drafts_run_than_kernels_compute_at_once() -> None:
+    assert StateSlots(64).num_drafts(40) == MAX_STATE_DRAFTS == SHORT_LEN - 1

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged.engine.executor import TOP_WIDTH
+from jpaged.engine.executor.aux_io import Truncation, compute_entropy
 from jpaged.engine.scheduler.decode_batch import PromptLogprobBudget
 from jpaged.engine.sequence import Sequence
+from jpaged.errors import InvalidArgument
 from jpaged.testing import FakeExecutor, expected_tokens
 from jpaged.testing.fake_executor import LOGPROB_STEP
 from jpaged.types import PositionLogprobs, Prompt, SamplingParams, TokenLogprob
@@ -151,6 +154,72 @@ def test_more_is_told_of_samples(kind: dict[str, Any], overlap: bool) -> None:
                     zip((3, 250, 9), want, strict=True)
                 )
             context.append(token)
+
+
+def probabilities(logprobs: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The distribution that a token is sampled from, one rule after the other."""
+    shares = np.exp(logprobs / temperature)
+    order = np.argsort(-shares)
+    is_kept = shares >= min_p * shares.max()
+    is_kept[order[top_k or len(order) :]] = False
+    total, so_far = shares[is_kept].sum(), 0.0
+    for token in order:
+        is_kept[token] &= so_far < top_p * total
+        so_far += shares[token] if is_kept[token] else 0.0
+    return np.where(is_kept, shares, 0) / shares[is_kept].sum()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 99])
+@pytest.mark.parametrize("top_p", [0.1, 0.8, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+def test_log_probabilities_after_truncation(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal(40) * 2
+    logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    want = probabilities(logprobs.astype(np.float64), temperature, top_k, top_p, min_p)
+    truncation = Truncation(temperature, top_k, top_p, min_p)
+    for token in np.flatnonzero(want):
+        assert truncation.compute_logprob(logprobs, token) == pytest.approx(np.log(want[token]), abs=1e-9)
+    assert compute_entropy(logprobs) == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=1e-5)
+    assert Truncation(0.0, 0, 1.0, 0.0).compute_logprob(logprobs, int(logprobs.argmax())) == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 3}, {"logprobs": -1}, {"logprob_token_ids": [9, 3]}], ids=str)
+def test_samples_have_log_probabilities_of_their_distribution(kind: dict[str, Any], overlap: bool) -> None:
+    h = Harness(executor=FakeExecutor(max_num_seqs=16), overlap=overlap)
+    fields = {"seed": 3, "max_tokens": 5, "sampling_logprobs": True, **kind}
+    for name, temperature in (("neutral", 1.0), ("warm", 2.0), ("greedy", 0.0)):
+        h.submit(name, [5, 6], temperature=temperature, **fields)
+    h.run()
+    logprobs = np.arange(1, VOCAB + 1) * LOGPROB_STEP
+    for name in ("neutral", "warm", "greedy"):
+        context, positions = [5, 6], [position for event in h.events[name] for position in event.logprobs]
+        assert len(positions) == 5
+        for position, token in zip(positions, h.tokens(name), strict=True):
+            want = told(context, token, kind.get("logprobs", 0))
+            context.append(token)
+            assert position.chosen.token_id == token
+            assert name != "greedy" or (position.chosen, position.top) == (want.chosen, want.top)
+            assert [one.token_id for one in position.asked] == kind.get("logprob_token_ids", [])
+            assert position.entropy == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), rel=1e-5)
+            scaled = {
+                "neutral": position.chosen.logprob,
+                "warm": want.chosen.logprob / 2 - np.log(np.exp(logprobs / 2).sum()),
+                "greedy": 0.0,
+            }
+            assert position.sampling_logprob == pytest.approx(scaled[name], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("presence_penalty", 0.5), ("typical_p", 0.5), ("logit_bias", {3: 1.0}), ("min_tokens", 2), ("beam_width", 2)],
+)
+def test_log_probabilities_of_other_distributions_are_refused(field: str, value: Any) -> None:
+    name = "sampling_logprobs" if field == "beam_width" else field
+    with pytest.raises(InvalidArgument, match=f"^{name}: "):
+        SamplingParams(sampling_logprobs=True, **{field: value})
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

@@ -93,7 +93,7 @@ async def test_a_chat_without_a_limit_fills_what_is_left(num_samples: int) -> No
         assert prompt + each == 128 if num_samples == 1 else 128 > prompt + each > 40
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(messages=CHAT, extra_body={"min_tokens": 200}, **GREEDY)
-        assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+        assert (refused.value.param, refused.value.code) == ("min_tokens", "context_length_exceeded")
         least = await client.chat.completions.create(messages=CHAT, extra_body={"min_tokens": 50}, **GREEDY)
         assert least.usage is not None and least.usage.completion_tokens >= 50
 

@@ -46,6 +46,19 @@ async def test_each_error_is_the_one_of_its_kind() -> None:
             with pytest.raises(openai.BadRequestError) as long:
                 await client.chat.completions.create(messages=long_chat, **how, **GREEDY)
             assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
+        for name in ("max_tokens", "max_completion_tokens"):
+            more: dict[str, Any] = {name: 500}
+            with pytest.raises(
+                openai.BadRequestError, match=rf"{name}: \d+ prompt tokens and 500 to .* \(128\)"
+            ) as long:
+                await client.chat.completions.create(messages=[{"role": "user", "content": "x"}], **more, **GREEDY)
+            assert (long.value.code, long.value.param) == ("context_length_exceeded", name)
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.completions.create(prompt="x", max_tokens=500, **GREEDY)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.responses.create(model="fake", input="x", max_output_tokens=500)
+        assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_output_tokens")
         with pytest.raises(openai.BadRequestError) as long:
             await client.responses.create(model="fake", input="x" * 200)
         assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")

@@ -26,6 +26,21 @@ async def test_a_completion_tells_them_of_its_tokens() -> None:
         assert gathered == {name: getattr(logprobs, name) for name in gathered}
 
 
+async def test_answers_have_log_probabilities_after_truncation_and_entropies() -> None:
+    async with asking() as (_, client):
+        fields: Any = {"max_tokens": 4, "extra_body": {**PAST_THE_END, "sampling_logprobs": True}, **GREEDY}
+        answer = await client.completions.create(prompt="hello", **fields)
+        told: Any = answer.choices[0].logprobs
+        assert told.sampling_logprobs == [0.0] * 4 and told.entropies == pytest.approx([told.entropies[0]] * 4)
+        chat = await client.chat.completions.create(messages=CHAT, **fields)
+        contents: Any = chat.choices[0].logprobs
+        assert [one.sampling_logprob for one in contents.content] == [0.0] * 4
+        assert [one.entropy for one in contents.content] == pytest.approx(told.entropies)
+        fields["extra_body"]["min_tokens"] = 2
+        with pytest.raises(openai.BadRequestError, match="min_tokens: 2 is out of range: must be 0 with sampling_log"):
+            await client.completions.create(prompt="hello", **fields)
+
+
 @pytest.mark.parametrize("prompt", ["hello", list(b"hello")])
 async def test_an_echo_stands_in_front_with_its_own(prompt: Any) -> None:
     async with asking() as (_, client):

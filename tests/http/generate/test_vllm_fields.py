@@ -256,13 +256,13 @@ async def test_embeddings_of_chats_and_of_truncated_inputs() -> None:
             await embedded(input="hel")
         )
         assert await embedded(input="hello", truncate_prompt_tokens=-1) == await embedded(input="hello")
-        assert (await embedded(input="a" * 500, truncate_prompt_tokens=-1))[1] == 127
+        assert (await embedded(input="a" * 500, truncate_prompt_tokens=-1))[1] == 128
         assert await embedded(input="hello", use_activation=True) == await embedded(input="hello", normalize=True)
 
 
 def test_a_limit_of_minus_1_keeps_what_the_model_takes() -> None:
-    assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (6, 7, 8)
-    assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2)
+    assert How(truncate_prompt_tokens=-1).truncated(range(9), 4) == (5, 6, 7, 8)
+    assert How(truncate_prompt_tokens=-1, truncation_side="right").truncated(range(9), 4) == (0, 1, 2, 3)
     assert How().truncated(range(3), 2) == (0, 1, 2)
     with pytest.raises(InvalidArgument, match=r"5 is over max_model_len \(4\)"):
         How(truncate_prompt_tokens=5).truncated(range(3), 4)

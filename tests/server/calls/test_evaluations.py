@@ -56,7 +56,7 @@ TOO_MANY = [""] * 1025
         (score_request(continuations=[]), "continuations", "0 are given; must be from 1 to 1024"),
         (score_request(continuations=TOO_MANY), "continuations", "1025 are given; must be from 1 to 1024"),
         (score_request(continuations=["x", ""]), "continuations[1]", "is empty"),
-        (score_request(continuations=["x" * 200]), "continuations[0]", "205 tokens are not below max_model_len (128)"),
+        (score_request(continuations=["x" * 200]), "continuations[0]", "205 tokens are over max_model_len (128)"),
         (score_request("x" * 200), "prompt", "200 tokens are not below max_model_len (128)"),
         (score_request(cache_salt="s" * 257), "cache_salt", "257 characters; at most 256"),
         (
@@ -67,7 +67,7 @@ TOO_MANY = [""] * 1025
         (embed_request([]), "inputs", "0 are given; must be from 1 to 1024"),
         (embed_request(TOO_MANY), "inputs", "1025 are given; must be from 1 to 1024"),
         (embed_request(["x", ""]), "inputs[1]", "is empty"),
-        (embed_request(["x" * 200]), "inputs[0]", "200 tokens are not below max_model_len (128)"),
+        (embed_request(["x" * 200]), "inputs[0]", "200 tokens are over max_model_len (128)"),
         (embed_request(pooling=7), "pooling", "7 is not a value of Pooling"),
         (embed_request(cache_salt="s" * 257), "cache_salt", "257 characters; at most 256"),
         (inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput()]), "inputs[0]", "is missing: set text"),

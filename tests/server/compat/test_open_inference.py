@@ -385,4 +385,4 @@ async def test_a_prompt_that_is_too_long_names_the_input(harness):
     long = typed("text_input", "BYTES", bytes_contents=[b"x" * 5000])
     error = await failure_of(stub_of(harness).ModelInfer(request(long)))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error_details(error)["BadRequest"].field_violations[0].field == "parameters.max_tokens"
+    assert error_details(error)["BadRequest"].field_violations[0].field == "inputs.text_input"

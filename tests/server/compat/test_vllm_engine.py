@@ -162,7 +162,7 @@ async def test_a_prompt_beside_which_nothing_fits_is_refused(harness):
     message = request("x" * 128)
     message.sampling_params.ClearField("max_tokens")
     error = await failure_of(stub_of(harness).Generate(message))
-    assert error_details(error)["BadRequest"].field_violations[0].field == "sampling_params.max_tokens"
+    assert error_details(error)["BadRequest"].field_violations[0].field == "input"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -371,7 +371,7 @@ async def test_an_embedding_has_a_length_of_1(harness):
         (None, "tokenized"),
         ([], "tokenized.input_ids"),
         ([257], "tokenized.input_ids"),
-        ([1] * 128, "tokenized.input_ids"),
+        ([1] * 129, "tokenized.input_ids"),
     ],
 )
 async def test_an_embedding_that_cannot_be_names_its_field(harness, tokenized, field):

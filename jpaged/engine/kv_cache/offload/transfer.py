@@ -10,6 +10,9 @@ steps. An export next to others is truncated if more than half of the pool would
 
 Full blocks of a prompt and their hashes: the identity of a prefix that is transferred.
 
+Export to a data port (`BlockExport`): nothing is staged. A part's device blocks stay pinned until the part is read into
+device arrays, which waits for no more than one step.
+
 Import of a prefix from another server: written to host memory, and hit by the next request.
 
     reserve(n)              host blocks without pending copies, exclusive to the import; fewer if there is no room
@@ -29,8 +32,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from jpaged.engine.executor import Geometry, HostBlocks
+from jpaged.engine.executor import BlockArrays, Geometry, HostBlocks
 from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import BlockHash, BlockTable, block_keys, group_block_hash
 from jpaged.engine.kv_cache.eviction.free_list import CachedBlock
@@ -84,6 +88,8 @@ class BlockPosition:
     kv_group: int
 
 
+_MAX_PART_BYTES, _MAX_PART_BLOCKS = 64 << 20, 512
+"""Maximum of an exported part that a data port offers at once."""
 MAX_STAGED_BYTES, MAX_STAGED_BLOCKS = 4 << 20, 64
 """Maximum copied to host memory per step, next to the step's rows."""
 HURRIED = 4
@@ -333,6 +339,87 @@ def _that_fit(
         num_blocks = tiers.num_known(BlockHashChain(chain.root, chain.token_ids, chain.keys[:fewer]))
 
 
+@dataclass(slots=True, eq=False)
+class _ArrayPart:
+    """Blocks that are read together: those on the device, then those in host memory.
+
+    Attributes:
+        at_device, at_host: pinned blocks, until they are read.
+    """
+
+    positions: tuple[BlockPosition, ...]
+    at_device: BlockTable | None
+    at_host: BlockTable | None
+
+
+class BlockExport:
+    """Export of a prefix as device arrays, in parts. Created on the engine thread, read by any other.
+
+    Attributes:
+        chain: identity of the prefix.
+
+    Args:
+        num_skipped: leading blocks that are not exported.
+    """
+
+    def __init__(self, tiers: Tiers, chain: BlockHashChain, num_skipped: int) -> None:
+        self.chain = chain
+        self._tiers = tiers
+        _, positions = _that_fit(tiers, chain, tiers.num_known(chain), num_skipped)
+        size = max(8, min(_MAX_PART_BLOCKS, _MAX_PART_BYTES // tiers.blocks.bytes_per_block))
+        self._parts = [self._hold(positions[start : start + size]) for start in range(0, len(positions), size)]
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts, parents first."""
+        return len(self._parts)
+
+    def get_positions(self, part: int) -> Sequence[BlockPosition]:
+        """Return the blocks of a part, in the order of its rows."""
+        return self._parts[part].positions
+
+    def read(self, part: int) -> Future[BlockArrays]:
+        """Start to read a part, and release its blocks then; Cancelled if the export was closed. Any thread may ask."""
+        future: Future[BlockArrays] = Future()
+        future.set_running_or_notify_cancel()
+        one = self._parts[part]
+
+        def read() -> None:
+            if one.at_device is None or one.at_host is None:
+                future.set_exception(Cancelled("the outgoing prefix was canceled"))
+                return
+            blocks = self._tiers.blocks
+            future.set_result(blocks.read(one.at_device.block_ids(), one.at_host.block_ids()))
+            self._release(one)
+
+        # Moves that were decided before are dispatched then, so the blocks have their contents.
+        self._tiers.ask(lambda: self._tiers.host.on_transfers_done(one.at_host or BlockTable(0), read))
+        return future
+
+    def close(self) -> None:
+        """Release everything that is still pinned. Any thread may call it, repeatedly."""
+        self._tiers.ask(self._release_all)
+
+    # --- on the engine thread ---------------------------------------------------------------------------------------
+
+    def _hold(self, positions: Sequence[BlockPosition]) -> _ArrayPart:
+        host, keys = self._tiers.host, self.chain
+        away = [position for position in positions if keys.key(position) not in host]
+        here = [position for position in positions if keys.key(position) in host]
+        at_device = self._tiers.held.hold([keys.key(position) for position in away])
+        return _ArrayPart((*away, *here), at_device, host.hold([keys.key(position) for position in here]))
+
+    def _release_all(self) -> None:
+        for part in self._parts:
+            self._release(part)
+
+    def _release(self, part: _ArrayPart) -> None:
+        if part.at_device is not None and part.at_host is not None:
+            self._tiers.held.release(part.at_device)
+            self._tiers.host.release(part.at_host)
+        part.at_device = part.at_host = None
+
+
 class PrefixImport:
     """Host blocks that a prefix is written to. Any thread may call; writes are serialized.
 
@@ -451,6 +538,38 @@ class PrefixImport:
         ]
         self._tiers.ask(lambda: self._enter(named))
 
+    @property
+    def place(self) -> object:
+        """Return the place of the blocks, for a data port."""
+        return self._tiers.blocks.place
+
+    def receive(self, contents: BlockArrays, positions: Sequence[BlockPosition], block_ids: Sequence[int]) -> None:
+        """Write device arrays to reserved blocks, and insert them into the cache.
+
+        Args:
+            positions: of the rows.
+            block_ids: of the rows; 0 drops a row.
+        """
+        kept = [block_id for block_id in block_ids if block_id]
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the incoming prefix was canceled")
+            if not self._reserved.issuperset(kept) or len(positions) != len(block_ids):
+                raise InternalError(f"not all of the host blocks {kept[:8]} to write are reserved")
+            self._reserved.difference_update(kept)
+        named = [
+            (self.chain.entry(position, self._tiers.reaches), block_id)
+            for position, block_id in zip(positions, block_ids, strict=True)
+            if block_id  # others may be beyond the chain
+        ]
+
+        def receive() -> None:
+            if self._tables:  # not closed
+                self._tiers.blocks.receive(contents, block_ids)
+                self._enter(named)
+
+        self._tiers.ask(receive)
+
     def num_known(self) -> Future[int]:
         """Return the length of the cached prefix once the entered blocks are inserted."""
         future: Future[int] = Future()
@@ -495,6 +614,9 @@ class PrefixImport:
         if self._tables:  # not closed: the blocks still belong to this import
             for entry, block_id in named:
                 self._tiers.host.insert(entry.key, block_id, entry)
+
+
+_Export = TypeVar("_Export", PrefixExport, BlockExport)
 
 
 class ReplicaTransfer:
@@ -550,17 +672,26 @@ class ReplicaTransfer:
 
     def leave(self, chain: BlockHashChain, num_skipped: int, is_hurried: bool) -> Future[PrefixExport]:
         """Find a prefix and pin it for export; see `PrefixExport`."""
-        tiers, future = self.tiers, Future[PrefixExport]()
+        tiers = self.tiers
+        return self._on_engine(lambda: PrefixExport(tiers, chain, num_skipped, is_hurried))
+
+    def export(self, chain: BlockHashChain, num_skipped: int) -> Future[BlockExport]:
+        """Find a prefix and pin it for a data port; see `BlockExport`."""
+        tiers = self.tiers
+        return self._on_engine(lambda: BlockExport(tiers, chain, num_skipped))
+
+    def _on_engine(self, create: Callable[[], _Export]) -> Future[_Export]:
+        future: Future[_Export] = Future()
         future.set_running_or_notify_cancel()
 
-        def leave() -> None:
+        def run() -> None:
             try:
-                future.set_result(PrefixExport(tiers, chain, num_skipped, is_hurried))
+                future.set_result(create())
             except JpagedError as error:
                 future.set_exception(error)
                 raise
 
-        self._ask(leave)
+        self._ask(run)
         return future
 
 
@@ -637,6 +768,14 @@ class KVTransfer:
             Unsupported: prefixes cannot be transferred.
         """
         return max(self.each, key=lambda one: one.tiers.num_known(chain)).leave(chain, num_skipped, is_hurried)
+
+    def export(self, chain: BlockHashChain, num_skipped: int = 0) -> Future[BlockExport]:
+        """Find a prefix in the pool that has most of it, and pin its blocks until they are read into device arrays.
+
+        Raises:
+            Unsupported: prefixes cannot be transferred.
+        """
+        return max(self.each, key=lambda one: one.tiers.num_known(chain)).export(chain, num_skipped)
 
     def arrive(self, chain: BlockHashChain) -> PrefixImport:
         """Start the import of a prefix, into the pool that requests with it would go to.

@@ -53,11 +53,13 @@ struct Sums {
   }
 };
 
-// k S of one token.
-Columns multiply_key(const float* k, const float* state, int64_t depth) {
+// k S of one token; k (decay * S) if each row has its own decay.
+template <bool is_wide>
+Columns multiply_key(const float* k, const float* decays, const float* state, int64_t depth) {
   Sums sums{};
   const auto add = [&](int64_t d, int64_t part) {
-    for (int64_t v = 0; v < kVectors; ++v) sums.parts[part][v] += k[d] * load(state + d * kColumns + v * kWidth);
+    const float factor = is_wide ? k[d] * decays[d] : k[d];
+    for (int64_t v = 0; v < kVectors; ++v) sums.parts[part][v] += factor * load(state + d * kColumns + v * kWidth);
   };
   int64_t d = 0;
   for (; d + kParts <= depth; d += kParts) {
@@ -68,9 +70,12 @@ Columns multiply_key(const float* k, const float* state, int64_t depth) {
 }
 
 // S = decay * S + k u of one token; returns q S.
-Columns update(const float* q, const float* k, const Columns& u, float decay, float* state, int64_t depth) {
+template <bool is_wide>
+Columns update(const float* q, const float* k, const Columns& u, const float* decays, float* state, int64_t depth) {
   Sums sums{};
+  const float shared = *decays;
   const auto add = [&](int64_t d, int64_t part) {
+    const float decay = is_wide ? decays[d] : shared;
     for (int64_t v = 0; v < kVectors; ++v) {
       float* at = state + d * kColumns + v * kWidth;
       const Floats next = load(at) * decay + k[d] * u.vectors[v];
@@ -86,29 +91,34 @@ Columns update(const float* q, const float* k, const Columns& u, float decay, fl
   return sums.all();
 }
 
-template <bool is_delta>
+template <bool is_delta, bool is_wide>
 void run_tokens(const Strip& strip, float* state) {
   for (int64_t t = 0; t < strip.num_tokens; ++t) {
     const float *q = strip.q + t * strip.key_stride, *k = strip.k + t * strip.key_stride;
-    const float decay = strip.decays[t * strip.head_stride];
+    const float* decays = strip.decays + t * strip.decay_stride;
     Columns u = load_columns(strip.x + t * strip.value_stride, strip.num_columns);
     if constexpr (is_delta) {
-      const Columns known = multiply_key(k, state, strip.depth);
-      const float strength = strip.strengths[t * strip.head_stride];
+      const Columns known = multiply_key<is_wide>(k, decays, state, strip.depth);
+      const float decay = is_wide ? 1.0f : *decays;
+      const float strength = strip.strengths[t * strip.strength_stride];
       for (int64_t v = 0; v < kVectors; ++v) u.vectors[v] = (u.vectors[v] - known.vectors[v] * decay) * strength;
     }
-    const Columns o = update(q, k, u, decay, state, strip.depth);
+    const Columns o = update<is_wide>(q, k, u, decays, state, strip.depth);
     store_columns(strip.o + t * strip.value_stride, o, strip.num_columns);
   }
 }
 
-void run(const Strip& strip, float* scratch, bool is_delta) {
+void run(const Strip& strip, float* scratch, Rule rule) {
   for (int64_t d = 0; d < strip.depth; ++d) {
     const Columns columns =
         strip.from == nullptr ? Columns{} : load_columns(strip.from + d * strip.from_stride, strip.num_columns);
     store_columns(scratch + d * kColumns, columns, kColumns);
   }
-  is_delta ? run_tokens<true>(strip, scratch) : run_tokens<false>(strip, scratch);
+  if (rule.is_wide) {
+    rule.is_delta ? run_tokens<true, true>(strip, scratch) : run_tokens<false, true>(strip, scratch);
+  } else {
+    rule.is_delta ? run_tokens<true, false>(strip, scratch) : run_tokens<false, false>(strip, scratch);
+  }
   for (int64_t d = 0; d < strip.depth; ++d) {
     store_columns(strip.to + d * strip.to_stride, load_columns(scratch + d * kColumns, kColumns), strip.num_columns);
   }

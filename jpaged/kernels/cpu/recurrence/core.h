@@ -2,9 +2,11 @@
 //
 //     state [D, V]    of a row and head; tasks have strips of its columns, which do not depend on each other
 //
-// For each token, with u = x for Mamba-2, and for the delta rule u = strength * (x - decay * k S):
+// For each token, with u = x for Mamba-2, and for the delta rule u = strength * (x - k (decay * S)):
 //
 //     S = decay * S + k u;  o = q S
+//
+// A decay is one number, or one for each row of S (Kimi Delta Attention).
 
 #pragma once
 
@@ -21,7 +23,12 @@ struct Strip {
   int64_t from_stride, to_stride, depth, num_columns;
   const float *q, *k, *x, *decays, *strengths;  // of the first token
   float* o;
-  int64_t key_stride, value_stride, head_stride, num_tokens;  // strides are those of tokens
+  int64_t key_stride, value_stride, decay_stride, strength_stride, num_tokens;  // strides are those of tokens
+};
+
+struct Rule {
+  bool is_delta;
+  bool is_wide;  // each row of the state has its own decay
 };
 
 // The recurrence compiled for one kind of processor.
@@ -29,7 +36,7 @@ struct Core {
   const char* name;
   int64_t width;  // floats of a vector
   // Scratch has depth * kVectors * width floats.
-  void (*run)(const Strip&, float* scratch, bool is_delta);
+  void (*run)(const Strip&, float* scratch, Rule);
 };
 
 }  // namespace jpaged::recurrence

@@ -3,7 +3,8 @@
 //     head -> strips of columns -> rows, one after another -> tokens, one after another
 //
 // States are updated in place, in their slots; only those of rows in use are read. A task has a strip of all rows: it
-// copies the strips of rows that read one slot and write another, before it writes the first one.
+// copies the strips of rows that read one slot and write another, before it writes the first one. A row that continues
+// the row before it reads the slot that this one has written.
 
 #include "core.h"
 
@@ -27,6 +28,8 @@ namespace ffi = xla::ffi;
 using Floats32 = ffi::Buffer<ffi::F32>;
 using Ints32 = ffi::Buffer<ffi::S32>;
 
+constexpr int64_t kRowBefore = -2;  // source of a row that continues the row before it
+
 // Minimum work of a thread in multiply-adds: less is done before another thread wakes up.
 constexpr double kLeastShared = 4e5;
 
@@ -44,7 +47,7 @@ struct Attributes {
 
 struct Operands {
   Floats32 q, k, x, decays, strengths;  // no strengths for Mamba-2
-  Ints32 layer, starts, sources, slots;  // a source below 0 is a state of zeros
+  Ints32 layer, starts, sources, slots;  // a source of -1 is a state of zeros
   Floats32 states;
 };
 
@@ -62,7 +65,9 @@ const char* contradiction(const Operands& o, const Floats32& out, const Floats32
   if (states[2] != x[1] || states[3] != q[2] || states[4] != x[2]) return "values and states differ";
   if (!are_equal(after.dimensions(), states)) return "the result has another shape than the states";
   const int64_t num_numbers = x[0] * x[1];
-  if (static_cast<int64_t>(o.decays.element_count()) != num_numbers) return "decays are not of each token and head";
+  const int64_t num_decays = static_cast<int64_t>(o.decays.element_count());
+  const bool is_wide = o.decays.dimensions().size() == 3;
+  if (num_decays != num_numbers * (is_wide ? q[2] : 1)) return "decays are not of each token and head, or channel";
   const int64_t num_strengths = static_cast<int64_t>(o.strengths.element_count());
   if (num_strengths != 0 && num_strengths != num_numbers) return "strengths are not of each token and head";
   const size_t num_rows = o.slots.element_count();
@@ -75,7 +80,7 @@ const char* contradiction(const Operands& o, const Floats32& out, const Floats32
 // Packed tokens [begin, end) of a row in use.
 struct Row {
   int64_t begin, end, source, slot;
-  bool copies;  // reads another slot than it writes
+  bool copies;  // reads another slot than it writes, as it was before the step
 };
 
 std::vector<Row> rows_in_use(const Operands& o, int64_t num_tokens, int64_t num_slots) {
@@ -84,7 +89,12 @@ std::vector<Row> rows_in_use(const Operands& o, int64_t num_tokens, int64_t num_
   for (int64_t r = 0; r < static_cast<int64_t>(o.slots.element_count()); ++r) {
     const int64_t begin = starts[r], end = starts[r + 1], source = sources[r], slot = slots[r];
     const bool is_valid = 0 <= begin && end <= num_tokens && source < num_slots && 0 <= slot && slot < num_slots;
-    if (is_valid && begin < end) rows.push_back({begin, end, source, slot, source >= 0 && source != slot});
+    if (!is_valid || begin >= end) continue;
+    if (source == kRowBefore) {
+      rows.push_back({begin, end, rows.empty() ? -1 : rows.back().slot, slot, false});
+    } else {
+      rows.push_back({begin, end, source, slot, source >= 0 && source != slot});
+    }
   }
   return rows;
 }
@@ -102,7 +112,8 @@ ffi::Error recur(ffi::ThreadPool pool, Floats32 q, Floats32 k, Floats32 x, Float
   float* const of_layer = memory + layer.typed_data()[0] * num_slots * num_heads * depth * width;
   const Core& core = choose_core(attributes.max_width);
   const std::vector<Row> rows = rows_in_use(o, num_tokens, num_slots);
-  const bool is_delta = strengths.element_count() != 0;
+  const Rule rule{strengths.element_count() != 0, decays.dimensions().size() == 3};
+  const int64_t num_decays = rule.is_wide ? depth : 1;  // of a token and head
   const int64_t num_copies = std::count_if(rows.begin(), rows.end(), [](const Row& row) { return row.copies; });
   const int64_t columns = kVectors * core.width, num_strips = (width + columns - 1) / columns;
   double work = 0;
@@ -124,14 +135,15 @@ ffi::Error recur(ffi::ThreadPool pool, Floats32 q, Floats32 k, Floats32 x, Float
       const int64_t key = (row.begin * num_key_heads + key_head) * depth, one = row.begin * num_heads + head;
       Strip strip{};
       strip.to = state_at(row.slot), strip.to_stride = width;
-      strip.from = row.source < 0 ? nullptr : row.copies ? copy : strip.to;
+      strip.from = row.source < 0 ? nullptr : row.copies ? copy : state_at(row.source);
       strip.from_stride = row.copies ? columns : width;
       strip.depth = depth, strip.num_columns = count, strip.num_tokens = row.end - row.begin;
       strip.q = q.typed_data() + key, strip.k = k.typed_data() + key, strip.key_stride = num_key_heads * depth;
       strip.x = x.typed_data() + one * width + column, strip.o = out->typed_data() + one * width + column;
-      strip.value_stride = num_heads * width, strip.head_stride = num_heads;
-      strip.decays = decays.typed_data() + one, strip.strengths = is_delta ? strengths.typed_data() + one : nullptr;
-      core.run(strip, scratch, is_delta);
+      strip.value_stride = num_heads * width;
+      strip.decays = decays.typed_data() + one * num_decays, strip.decay_stride = num_heads * num_decays;
+      strip.strengths = rule.is_delta ? strengths.typed_data() + one : nullptr, strip.strength_stride = num_heads;
+      core.run(strip, scratch, rule);
       if (row.copies) copy += depth * columns;
     }
   });

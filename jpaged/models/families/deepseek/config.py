@@ -349,10 +349,11 @@ NAMES = Names()
 def layer_leaves(config: DeepseekConfig, prefix: str, kind: LayerKind, experts: ExpertNames = _EXPERTS) -> list[Leaf]:
     """See `Family`."""
     names = Names(experts=experts)
-    return decoder.layer_leaves(config, prefix, kind, names, attention=_attention(config, f"{prefix}self_attn."))
+    return decoder.layer_leaves(config, prefix, kind, names, attention=attention_leaves(config, f"{prefix}self_attn."))
 
 
-def _attention(config: DeepseekConfig, prefix: str) -> list[Leaf]:
+def attention_leaves(config: DeepseekConfig, prefix: str) -> list[Leaf]:
+    """Return the leaves of latent attention, from tensors with this prefix."""
     width, rank, values = config.hidden_size, config.query_rank, config.num_heads * config.v_head_dim
     leaves = [
         _queries(config, f"{prefix}{'q_proj' if rank is None else 'q_b_proj'}.weight", rank or width),

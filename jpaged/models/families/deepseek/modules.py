@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models import rope
-from jpaged.models.decoder.modules import DecoderLayer, Shared
+from jpaged.models.decoder.config import DecoderConfig
+from jpaged.models.decoder.modules import AttentionModule, DecoderLayer, Shared
+from jpaged.models.decoder.recurrent import ChannelDelta
 from jpaged.models.families.deepseek.config import DeepseekConfig
 from jpaged.models.layers import (
     Attend,
@@ -53,18 +55,17 @@ class LatentAttention(Module):
         self, x_te: jax.Array, norm: Norm | None, shared: Shared, attend: Attend, carry: Any, place: LayerPlace
     ) -> tuple[jax.Array, Any]:
         """Return the heads' outputs `[T, H * V]`, and the carry."""
-        assert place.kind.rope is not None
-        angles, rows = shared.angles[place.kind.rope], shared.rows
+        rows = shared.rows
         q_te, q_norm = x_te, norm
         if self.q_down is not None and self.q_norm is not None:
             q_te, q_norm = self.q_down(x_te, rows, norm=norm), self.q_norm
         q_thd = self.q(q_te, rows, norm=q_norm).reshape(len(x_te), self.num_heads, -1)
-        own_thd, turned_thd = q_thd[..., : self.nope_dim], rope.apply(q_thd[..., self.nope_dim :], *angles)
+        own_thd, turned_thd = q_thd[..., : self.nope_dim], _rotate(q_thd[..., self.nope_dim :], shared, place)
         q_thd = jnp.concatenate((_of_each_head(own_thd, self.key_up[...]), turned_thd), axis=-1)
 
         kv_td = self.kv_down(x_te, rows, norm=norm)
         latent_tr = self.kv_norm(kv_td[:, : self.latent_dim])
-        turned_t1d = rope.apply(kv_td[:, None, self.latent_dim :], *angles)
+        turned_t1d = _rotate(kv_td[:, None, self.latent_dim :], shared, place)
         k_t1d = jnp.concatenate((latent_tr[:, None], turned_t1d), axis=-1)
         if shared.query_scales_t is not None:
             q_thd = (q_thd.astype(jnp.float32) * shared.query_scales_t[:, None, None]).astype(q_thd.dtype)
@@ -72,6 +73,11 @@ class LatentAttention(Module):
         o_thr, carry = attend(q_thd, k_tkd, None, carry, place)
         o_thr = o_thr[..., : self.latent_dim].astype(x_te.dtype)
         return _of_each_head(o_thr, self.value_up[...]).reshape(len(x_te), -1), carry
+
+
+def _rotate(x_thd: jax.Array, shared: Shared, place: LayerPlace) -> jax.Array:
+    """Rotate parts of heads, if the layer has a rotary embedding."""
+    return x_thd if place.kind.rope is None else rope.apply(x_thd, *shared.angles[place.kind.rope])
 
 
 def _of_each_head(x_thi: jax.Array, matrix_hio: jax.Array) -> jax.Array:
@@ -87,3 +93,12 @@ class LatentLayer(DecoderLayer):
     def make_attention(config: Any, dtype: np.dtype, rngs: RandomKeys) -> LatentAttention:
         """See `DecoderLayer`."""
         return LatentAttention(config, dtype, rngs)
+
+
+class LatentDeltaLayer(LatentLayer):
+    """A layer with latent attention or Kimi Delta Attention (Kimi-Linear)."""
+
+    @staticmethod
+    def make_recurrent(config: DecoderConfig, dtype: np.dtype, rngs: RandomKeys) -> AttentionModule:
+        """See `DecoderLayer`."""
+        return ChannelDelta(config, dtype, rngs)

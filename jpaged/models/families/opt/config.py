@@ -48,6 +48,11 @@ class OptConfig(ModelConfig):
     norm_affine: bool = True
     use_bias: bool = True
 
+    @property
+    def embed_width(self) -> int:
+        """See `ModelConfig`."""
+        return self.embed_size
+
 
 def read(fields: JsonFields, architecture: str) -> OptConfig:
     """See `Family`."""

@@ -99,7 +99,7 @@ class OptEnds(Ends):
 
     def begin(self, tokens: TokenBatch) -> tuple[jax.Array, Rows]:
         """See `Ends`. Layers share the rows."""
-        x_te, rows = self.embed(tokens.ids_t), tokens.rows
+        x_te, rows = self.embed_inputs(tokens), tokens.rows
         if self.project_in is not None:
             x_te = self.project_in(x_te, rows)
         return x_te + self.positions(tokens.positions_t + POSITION_OFFSET), rows

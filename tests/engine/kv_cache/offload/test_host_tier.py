@@ -21,6 +21,7 @@ class Landing:
     """Blocks that land when they are told to."""
 
     bytes_per_block = 0
+    place = None
 
     def __init__(self):
         self.on_the_way = set()
@@ -30,6 +31,12 @@ class Landing:
 
     def view(self, block_id):
         raise AssertionError(f"nobody reads block {block_id} here")
+
+    def read(self, block_ids, host_block_ids):
+        raise AssertionError(f"no data port reads blocks {block_ids} here")
+
+    def receive(self, contents, block_ids):
+        raise AssertionError(f"no data port writes blocks {block_ids} here")
 
     def kv_identity(self):
         return b""

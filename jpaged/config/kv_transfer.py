@@ -1,0 +1,189 @@
+"""Options of `--kv-transfer-config`: a connector that stores blocks, or a data port between servers."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpaged.config.option import checked_keys, option, parse_json_object, shorten
+from jpaged.distributed_env import split_address
+from jpaged.errors import InvalidArgument
+
+_TRANSFER = "kv_transfer_config"
+_UNUSED_TRANSFER_KEYS = ("engine_id", "kv_buffer_size", "kv_rank", "kv_ip", "kv_port")
+"""Keys of vLLM that only its own connectors read; any value is accepted."""
+_FIXED_TRANSFER_KEYS: Mapping[str, tuple[Any, str]] = {
+    "kv_role": ("kv_both", "a connector both saves and loads blocks; --role separates prefill from decode"),
+    "kv_parallel_size": (1, "a connector belongs to one server"),
+    "kv_buffer_device": ("cpu", "blocks pass through host memory"),
+    "kv_load_failure_policy": ("recompute", "blocks that cannot be loaded are computed"),
+    "enable_permute_local_kv": (False, "blocks keep the layout of this server"),
+}
+"""Keys of vLLM with the one value that is supported, and the reason."""
+_REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("NixlConnector", "P2pNcclConnector", "MooncakeConnector", "MoRIIOConnector"),
+        "for separate prefill and decode servers use role",
+    ),
+    **dict.fromkeys(
+        ("OffloadingConnector", "SimpleCPUOffloadConnector"), "for host memory use swap_space, for disk kv_disk_space"
+    ),
+    **dict.fromkeys(
+        ("SharedStorageConnector", "ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector"),
+        "for local disk use kv_disk_space",
+    ),
+    "MultiConnector": "only one store is supported below host memory",
+}
+"""Connectors of vLLM, and what does their work here."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferOptions:
+    """Options of a KV connector, in vLLM's format: `--kv-transfer-config`.
+
+        {"kv_connector": "MyConnector", "kv_connector_module_path": "my_module", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"path": "/mnt/kv"}}
+
+    Keys and meanings are those of vLLM's `KVTransferConfig`
+    (https://docs.vllm.ai/en/latest/api/vllm/config/kv_transfer/). A key that is unknown is an error, and so is a value
+    that would need another engine.
+
+    Attributes:
+        kv_connector: name of a class that implements `jpaged.engine.kv_cache.connector.KVConnector`.
+        kv_connector_module_path: name of its module.
+        kv_connector_extra_config: options that only the connector reads.
+    """
+
+    kv_connector: str
+    kv_connector_module_path: str
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> KVTransferOptions:
+        """Parse the options of a JSON object; null counts as absent.
+
+        Raises:
+            InvalidArgument: it is not a JSON object, a key is unknown or missing, or a value is not supported.
+        """
+        values = parse_json_object(_TRANSFER, text, '{"kv_connector": "MyConnector", ...}')
+        known = (*cls.__dataclass_fields__, *_FIXED_TRANSFER_KEYS, *_UNUSED_TRANSFER_KEYS)
+        for key in values:
+            if key not in known:
+                raise InvalidArgument(f"{_TRANSFER}.{shorten(key)}", f"is unknown: must be one of {', '.join(known)}")
+        given = {key: value for key, value in values.items() if value is not None}
+        for key, (supported, reason) in _FIXED_TRANSFER_KEYS.items():
+            if given.get(key, supported) != supported:
+                problem = f"{shorten(repr(given[key]))} is not supported: must be {supported!r}, because {reason}"
+                raise InvalidArgument(f"{_TRANSFER}.{key}", problem)
+        name = cls._word(given, "kv_connector", "it names the class of the connector")
+        if "kv_connector_module_path" not in given and name in _REMEDIES:
+            problem = f"{name} is a connector of vLLM: {_REMEDIES[name]}"
+            raise InvalidArgument(f"{_TRANSFER}.kv_connector", problem)
+        path = cls._word(given, "kv_connector_module_path", f"it names the module with the class {name}")
+        extra = given.get("kv_connector_extra_config", {})
+        if not isinstance(extra, dict):
+            problem = f"{shorten(repr(extra))} is not a JSON object"
+            raise InvalidArgument(f"{_TRANSFER}.kv_connector_extra_config", problem)
+        return cls(name, path, extra)
+
+    @staticmethod
+    def _word(given: Mapping[str, Any], key: str, meaning: str) -> str:
+        value = given.get(key)
+        if value is None:
+            raise InvalidArgument(f"{_TRANSFER}.{key}", f"is missing: {meaning}")
+        if not isinstance(value, str) or not value:
+            raise InvalidArgument(f"{_TRANSFER}.{key}", f"{shorten(repr(value))} is not a name: {meaning}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _DataPortConfig:
+    """`kv_connector_extra_config` of a data port."""
+
+    address: str = option("", "HOST:PORT to listen on; HOST is the numeric address of one interface")
+    pull_timeout: float = option(
+        2.0, "time after which a pull of blocks counts as failed", low=0.01, high=3600.0, unit="s"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataPortOptions:
+    """Options of a data port, `kv_connector` "jax" of `--kv-transfer-config`.
+
+        {"kv_connector": "jax", "kv_role": "kv_both", "kv_buffer_size": 1e9,
+         "kv_connector_extra_config": {"address": "127.0.0.1:0", "pull_timeout": 2.0}}
+
+    Attributes:
+        address: HOST:PORT to listen on.
+        role: role of this server that vLLM's `kv_role` allows; None allows both.
+        max_bytes: maximum of offered blocks, and of one pull.
+        pull_timeout: seconds after which a pull counts as failed.
+    """
+
+    address: str
+    role: str | None
+    max_bytes: int
+    pull_timeout: float
+
+    @classmethod
+    def parse(cls, text: str) -> DataPortOptions | None:
+        """Parse the options of a JSON object; return None if it selects another connector.
+
+        Raises:
+            InvalidArgument: it is not a JSON object, a key is unknown or missing, or a value is not supported.
+        """
+        values = parse_json_object(_TRANSFER, text, '{"kv_connector": "jax", ...}')
+        given = {key: value for key, value in values.items() if value is not None}
+        if given.get("kv_connector") != "jax" or "kv_connector_module_path" in given:
+            return None
+        known = ("kv_connector", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
+        if unknown := [key for key in given if key not in known]:
+            problem = f"is not supported by kv_connector jax: its keys are {', '.join(known)}"
+            raise InvalidArgument(f"{_TRANSFER}.{shorten(unknown[0])}", problem)
+        role, extra = given.get("kv_role", "kv_both"), given.get("kv_connector_extra_config", {})
+        if role not in _PORT_ROLES:
+            problem = f"{shorten(repr(role))} is not one of {', '.join(_PORT_ROLES)}"
+            raise InvalidArgument(f"{_TRANSFER}.kv_role", problem)
+        name = f"{_TRANSFER}.kv_connector_extra_config"
+        if not isinstance(extra, dict):
+            raise InvalidArgument(name, f"{shorten(repr(extra))} is not a JSON object")
+        config = _DataPortConfig(**checked_keys(_DataPortConfig, name, extra))
+        size = given.get("kv_buffer_size", 1e9)
+        if isinstance(size, bool) or not isinstance(size, int | float) or size < _MIN_BUFFER_BYTES:
+            problem = f"{shorten(repr(size))} is not a number of bytes from {_MIN_BUFFER_BYTES}"
+            raise InvalidArgument(f"{_TRANSFER}.kv_buffer_size", problem)
+        address = _numeric_address(f"{name}.address", config.address)
+        return cls(address, _PORT_ROLES[role], int(size), config.pull_timeout)
+
+    def check(self, role: str) -> None:
+        """Reject another role of the server than the port's.
+
+        Raises:
+            InvalidArgument: states why.
+        """
+        if role == "both":
+            raise InvalidArgument(_TRANSFER, "kv_connector jax requires the role prefill or decode")
+        if self.role not in (None, role):
+            raise InvalidArgument(f"{_TRANSFER}.kv_role", f"is for the role {self.role}; this server's is {role}")
+
+
+_PORT_ROLES: Mapping[str, str | None] = {"kv_both": None, "kv_producer": "prefill", "kv_consumer": "decode"}
+_MIN_BUFFER_BYTES = 1 << 20
+
+
+def _numeric_address(name: str, value: str) -> str:
+    """Return the HOST:PORT of one interface; raise InvalidArgument for any other value."""
+    if not value:
+        raise InvalidArgument(name, "is missing: it is the HOST:PORT to listen on, such as 127.0.0.1:0")
+    host, _ = split_address(name, value)
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        problem = f"{value}: HOST must be a numeric address, because a name may bind every interface"
+        raise InvalidArgument(name, problem) from None
+    if found.is_unspecified or found.is_multicast:
+        problem = f"{value}: HOST must be the address of one interface, because each client of the port is trusted"
+        raise InvalidArgument(name, problem)
+    return value
