@@ -319,7 +319,7 @@ class InputProcessor:
         values_te = prompt_embeds.read_embeds(given, self._geometry)
         kept, max_tokens = self._kept_part(prompt, sampling)
         values_te = values_te[kept]
-        self._check_length(len(values_te), sampling, max_tokens)
+        self._check_length(len(values_te), sampling, max_tokens, fills_length=prompt.fills_length)
         prompt_embeds.check_finite(values_te, self._geometry)
         return prompt_embeds.with_digests((EmbeddedSpan(0, values_te),), len(values_te), self._geometry.block_size)
 

@@ -241,7 +241,11 @@ async def test_seeded_requests_equal_those_of_one_server(connected: Callable[...
             if chance.random() < 0.05:
                 ports.offering.room = 0
             begin = "" if chance.random() < 0.3 else f"{chance.randrange(40)} "
-            sampling = {"temperature": chance.choice((0.0, 1.0)), "seed": number, "n": chance.choice((1, 1, 2))}
+            sampling: dict[str, Any] = {
+                "temperature": chance.choice((0.0, 1.0)),
+                "seed": number,
+                "n": chance.choice((1, 1, 2)),
+            }
             message = request(begin + LONG[: chance.randrange(8, len(LONG))], max_tokens=6, **sampling)
             told = await ports.both.generate(message)
             assert folded(told) == folded(await harness.collect(single.inference.Generate(message)))
