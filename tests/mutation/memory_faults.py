@@ -121,9 +121,23 @@ MEMORY_FAULTS = (
     Fault(
         "a prompt finds the prefixes of another device",
         "kv_cache/prefix_cache.py",
-        "self._caches[leader.kv.rank].match(",
-        "self._caches[0].match(",
+        "leader, num_full), self._caches[leader.kv.rank]",
+        "leader, num_full), self._caches[0]",
         RANKS,
+    ),
+    Fault(
+        "a prompt finds blocks that have been evicted since",
+        "kv_cache/prefix_cache.py",
+        "asked = (leader.kv.rank, cache.num_changes, limit, parent, rest, leader.kv.digests)",
+        "asked = (leader.kv.rank, limit, parent, rest, leader.kv.digests)",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "later blocks are hashed from the first tokens",
+        "kv_cache/blocks.py",
+        "self._packed[4 * begin : 4 * end]",
+        "self._packed[: 4 * (end - begin)]",
+        ("kv_cache/test_prefixes.py",),
     ),
     Fault(
         "a device gets more tokens than its part of a step holds",
