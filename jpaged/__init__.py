@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
-    from jpaged.local_model import EmbedsPrompt
     from jpaged.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -78,7 +77,6 @@ __all__ = [
     "DeadlineExceeded",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
-    "EmbedsPrompt",
     "EngineArgs",
     "FinishReason",
     "InternalError",
@@ -119,7 +117,6 @@ _HOME = {
         ),
         "jpaged.llm",
     ),
-    "EmbedsPrompt": "jpaged.local_model",
     **dict.fromkeys(("AsyncClient", "Client"), "jpaged.client"),
     **dict.fromkeys(
         (

@@ -339,11 +339,11 @@ class SequenceGroup:
         root = self._root(weights) if sampling.use_prefix_cache else None
         owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
+        digests = () if request.embeds is None else request.embeds.block_digests
         prompt = request.prompt_token_ids
         packed = prompt.packed if isinstance(prompt, PackedTokens) else b""
         for i in range(num_sequences):
-            kv = SequenceBlocks(max_blocks, root, num_kv_groups, owner, request.block_digests, packed)
-            behind = continued.get(i)
+            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner, digests, packed), continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
             sequence = Sequence(i, list(prompt), kv, grammar=grammar)
             if behind is not None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jpaged import EmbedsPrompt
 from jpaged.config import EngineConfig
 from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.llm import LLM, TokensPrompt
+from jpaged.local_model import EmbedsPrompt
 from jpaged.types import RequestOutput, SamplingParams
 from tests.e2e.rig import engine_of, open_llm, random_prompts
 from tests.models.tiny import tiny_case, write_checkpoint
