@@ -29,6 +29,7 @@ from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params, params_from_arrays
 from jpaged.errors import InvalidArgument
 from jpaged.models.model import Model
+from jpaged.models.stack import LayerMode
 from tests.e2e.rig import write_model
 
 SMALL = Settings(num_prompts=2, group_size=3, max_tokens=8, row_len=24, kl_weight=0.1)
@@ -48,14 +49,14 @@ def test_advantages_are_normalized_in_each_group() -> None:
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied"])
 @pytest.mark.parametrize("layer_mode", ["scan", "loop"])
-def test_arrays_by_name_become_the_tree_that_is_loaded(tmp_path: Path, name: str, layer_mode: str) -> None:
+def test_arrays_by_name_become_the_tree_that_is_loaded(tmp_path: Path, name: str, layer_mode: LayerMode) -> None:
     folder = write_model(name, tmp_path / "model")
     model = Model(read_config(folder), np.dtype("float32"))
     arrays = {name: jnp.asarray(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
     if model.config.tie_word_embeddings:
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]  # as a trainer may have it
     got = jax.jit(functools.partial(params_from_arrays, model, layer_mode=layer_mode))(arrays)
-    jax.tree.map(np.testing.assert_array_equal, got, load_params(model, folder, layer_mode))  # type: ignore[arg-type]
+    jax.tree.map(np.testing.assert_array_equal, got, load_params(model, folder, layer_mode))
 
 
 def test_arrays_that_are_not_of_the_model_are_refused(tmp_path: Path) -> None:

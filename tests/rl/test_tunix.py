@@ -98,14 +98,14 @@ class Config:
 
 def tunix_tree(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     """The tensors as tunix has them: a tree with numbers for layers."""
-    tree: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}
     for name, tensor in tensors.items():
         ((new, how),) = [(re.sub(old, new, name), how) for old, (new, how) in NAMES.items() if re.fullmatch(old, name)]
         array = jnp.asarray(tensor if how is None else tensor.transpose(1, 0))
         if ".attn.o_proj" in new:
             array = array.reshape(2, -1, array.shape[-1])
         *path, last = (int(key) if key.isdigit() else key for key in new.split("."))
-        place = tree
+        place: dict[Any, Any] = tree
         for key in path:
             place = place.setdefault(key, {})
         place[last] = array
@@ -165,8 +165,8 @@ def test_samples_and_scores_are_those_of_the_actors_weights(tunix: ModuleType, t
         assert others[0] != others[1]  # without a seed
 
         completions = np.zeros((3, 8), np.int32)
-        for row, tokens in zip(completions, output.tokens, strict=True):
-            row[: len(tokens)] = tokens
+        for completion, tokens in zip(completions, output.tokens, strict=True):
+            completion[: len(tokens)] = tokens
         completions[1, 2:4] = [2, 5]  # nothing after an end counts
         scores = np.asarray(rollout.get_per_token_logps(output.left_padded_prompt_tokens, completions))
         for row in (0, 2):
