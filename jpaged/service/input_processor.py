@@ -221,14 +221,7 @@ class InputProcessor:
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        embeds: PromptEmbeds | None = None
-        if prompt.embeds is not None:
-            embeds = self._embeds(prompt.embeds, prompt, sampling)
-            token_ids: Sequence[int] = [0] * embeds.spans[-1].stop
-        else:
-            token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
-        if not token_ids:
-            raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        token_ids, embeds = self._inputs(prompt, sampling, cache_tenant)
         if prompt.fills_length:
             most = self._max_tokens(len(token_ids), sampling)
             if prompt.max_filled is not None:
@@ -308,6 +301,18 @@ class InputProcessor:
         if outputs is None or (given is not None and given.has_constraint):
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
+
+    def _inputs(
+        self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str
+    ) -> tuple[Sequence[int], PromptEmbeds | None]:
+        """Return the tokens of a prompt, and the embeddings in place of some of them, if any."""
+        if prompt.embeds is not None:
+            embeds = self._embeds(prompt.embeds, prompt, sampling)
+            return [0] * embeds.spans[-1].stop, embeds
+        token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
+        if not token_ids:
+            raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        return token_ids, None
 
     def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
         """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""

@@ -49,6 +49,7 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.tiktoken_file import TIKTOKEN_FILE, byte_letters
 from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
 from jpaged.types import PackedTokens
 
@@ -167,7 +168,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         kinds = {step["type"] for step in _steps(tokenizer.decoder, "decoders")}
         self._tokenizer = tokenizer
-        self._bytes = _byte_letters() if "ByteLevel" in kinds else {}
+        self._bytes = byte_letters() if "ByteLevel" in kinds else {}
         self._has_fallback = "ByteFallback" in kinds
         self._context = [found for name in _CONTEXTS if (found := tokenizer.token_to_id(name)) is not None][:1]
 
@@ -186,13 +187,6 @@ class TokenBytes:
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False)) if token_ids else ""
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the letters of byte-level vocabularies: printable bytes map to themselves, others to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
@@ -405,13 +399,14 @@ def _alternatives(words: Sequence[str]) -> str:
     return f"{re.escape(words[0][:num_shared])}(?:{'|'.join(map(_alternatives, branches.values()))})"
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", TIKTOKEN_FILE)
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_FILE_BYTES = {
     "tokenizer.json": 1 << 28,
     "tokenizer.model": 1 << 28,
+    TIKTOKEN_FILE: 1 << 28,
     "vocab.json": 1 << 27,
     "merges.txt": 1 << 27,
     "vocab.txt": 1 << 27,

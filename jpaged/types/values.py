@@ -718,7 +718,14 @@ class RequestOutput:
     @property
     def kv_transfer_params(self) -> None:
         """None: a request names no blocks of another server; vLLM's field."""
-        return None
+
+    @property
+    def encoder_prompt(self) -> None:
+        """None: no model has an encoder and a decoder; vLLM's field."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """None, as `encoder_prompt`."""
 
     @property
     def weight_version(self) -> str:

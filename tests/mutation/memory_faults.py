@@ -29,6 +29,27 @@ MEMORY_FAULTS = (
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
+        "the block hash ignores input embeddings",
+        "kv_cache/blocks.py",
+        "    if any(digests):",
+        "    if any(digests[1:0]):",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "a block of input embeddings is matched in part by its placeholders",
+        "kv_cache/prefix_cache.py",
+        "self._tokens_at(sequence, index) if is_of_tokens else ())",
+        "self._tokens_at(sequence, index))",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "a step drops the last of its input embeddings",
+        "scheduler/output.py",
+        "embeds.iter_rows(row.start, row.start + row.num_tokens)",
+        "embeds.iter_rows(row.start, row.start + row.num_tokens - 1)",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
         "the version of the weights is missing from the block hash",
         "sequence.py",
         "request.cache_tenant, adapter_digest, weights)",

@@ -91,6 +91,8 @@ class AuxOutputs:
     def top(self, row: int, num_top: int) -> tuple[TokenLogprob, ...]:
         """Return the likeliest tokens of a row; all of them for -1."""
         if self.all_logprobs_rv is not None:
+            if not num_top:
+                return ()
             values = self.all_logprobs_rv[row]
             ids = np.argsort(-values, kind="stable")[: len(values) if num_top < 0 else num_top].astype(np.int32)
             values = values[ids]

@@ -443,7 +443,7 @@ class StateSlots:
         kv.hold_drafts(tuple(self._take() for _ in range(num_tokens)))
 
     def accept(self, kv: SequenceBlocks, slot: int) -> None:
-        """Let a sequence continue from one of its slots, and release those of its draft tokens."""
+        """Let a sequence continue from one of the slots that it holds, and release those for draft tokens."""
         for draft in kv.draft_slots:
             self._drop(kv.state_slot if draft == slot else draft)
         if slot in kv.draft_slots:

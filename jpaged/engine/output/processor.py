@@ -267,7 +267,7 @@ class AuxOutputCollector:
         aux, aux_row = self._samples[row]
         token_id = outputs.token(row)
         if sampling.sampling_logprobs:
-            return self._sampled_position(row, outputs, sampling)
+            return self._sampled_position(row, token_id, sampling)
         if not sampling.logprob_token_ids:
             return PositionLogprobs(aux.chosen(aux_row, token_id), aux.top(aux_row, sampling.logprobs or 0))
         assert aux.logprobs_rk is not None
@@ -276,22 +276,18 @@ class AuxOutputCollector:
         requested = tuple(TokenLogprob(token_id, value) for token_id, value in pairs)
         return PositionLogprobs(outputs.position(row, 0).chosen, asked=requested)
 
-    def _sampled_position(self, row: int, outputs: StepOutputs, sampling: SamplingParams) -> PositionLogprobs:
+    def _sampled_position(self, row: int, token_id: int, sampling: SamplingParams) -> PositionLogprobs:
+        """Return all values from the aux outputs: those of the prompt's tokens have the same bits."""
         aux, aux_row = self._samples[row]
         assert aux.all_logprobs_rv is not None
-        logprobs_v, num_top = aux.all_logprobs_rv[aux_row], sampling.logprobs or 0
-        has_top = not sampling.wants_full_vocab(num_top)
-        told = outputs.position(row, num_top) if has_top else outputs.position(row, 0)
+        logprobs_v, chosen = aux.all_logprobs_rv[aux_row], aux.chosen(aux_row, token_id)
         asked = [TokenLogprob(token_id, logprobs_v.item(token_id)) for token_id in sampling.logprob_token_ids]
         truncation = Truncation(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        logprob = told.chosen.logprob
-        if not truncation.is_neutral:
-            logprob = truncation.compute_logprob(logprobs_v, told.chosen.token_id)
         return PositionLogprobs(
-            told.chosen,
-            told.top if has_top else aux.top(aux_row, num_top),
+            chosen,
+            aux.top(aux_row, sampling.logprobs or 0),
             tuple(asked),
-            logprob,
+            chosen.logprob if truncation.is_neutral else truncation.compute_logprob(logprobs_v, token_id),
             compute_entropy(logprobs_v),
         )
 

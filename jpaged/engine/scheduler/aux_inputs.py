@@ -67,11 +67,10 @@ def _build_prompt_aux(group: SequenceGroup) -> AuxKind:
     request = group.request
     if request.pooling is not None:
         return AuxKind.HIDDEN
-    return (
-        AuxKind.ALL_LOGPROBS
-        if request.sampling.wants_full_vocab(request.sampling.prompt_logprobs)
-        else AuxKind.LOGPROBS
-    )
+    sampling = request.sampling
+    # The samples of such a request come from the same program: the same logits have the same bits.
+    needs_all = sampling.sampling_logprobs or sampling.wants_full_vocab(sampling.prompt_logprobs)
+    return AuxKind.ALL_LOGPROBS if needs_all else AuxKind.LOGPROBS
 
 
 def _parts(kind: AuxKind, rows: list[tuple[int, list[int], AuxRequest]]) -> Iterator[StepAux]:

@@ -10,7 +10,7 @@ from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, _run_keys, block_key, block_keys, root_block_hash
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex
 from jpaged.engine.sequence import SequenceGroup
-from jpaged.testing import FakeExecutor, expected_tokens
+from jpaged.testing import FakeExecutor, expected_tokens, with_embeds
 from jpaged.types import PackedTokens, Request, SamplingParams
 from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
@@ -450,3 +450,18 @@ def test_turns_find_the_blocks_of_a_template_that_drops_reasoning(keeps):
         serve(h, f"answer {turn}", [*prompt, *generated])  # as if generated: blocks of the turn with its reasoning
         history = [*prompt, *(generated if keeps else ANSWER)]
         first_changed = len(history) // 4 * 4 if keeps else len(prompt)
+
+
+def test_placeholders_of_embeddings_name_no_block():
+    h = Harness(executor=with_embeds()(block_size=4, num_blocks=32, max_num_batched_tokens=16))
+    for name, prompt, embedded in (
+        ("embedded", [5] * 10, range(10)),
+        ("tokens", [0] * 10, range(0)),
+        ("longer", [0] * 6, range(0)),
+        ("again", [5] * 10, range(10)),
+        ("a part", [5] * 10, range(6)),
+    ):
+        h.submit(name, prompt, embedded=embedded, max_tokens=3)
+        h.run()
+        assert h.tokens(name) == expected_tokens(prompt, 3)
+    assert [h.last(name).usage.cached_tokens for name in ("embedded", "tokens", "again", "a part")] == [0, 0, 8, 4]
