@@ -245,7 +245,7 @@ def measure(
     found: dict[str, list[list[dict[str, float]]]] = {"whole": [], "cached": []}
     for number in range(options.rounds):
         keeps = {kind: kind == "cached" for kind in found}
-        hosts = {kind: Host(model, 2 * options.tokens, keeps=keeps[kind], template=template) for kind in found}
+        hosts = {kind: Host(model, 4 * options.tokens, keeps=keeps[kind], template=template) for kind in found}
         turns = agent_turns(options.turns, options.tokens)
         if template is None:
             turns = conversation(hosts["whole"].tokenizer, options.turns, options.tokens, number)
