@@ -154,7 +154,8 @@ def _holds(way: Way, one: RoleComparison, goals: PlanGoals) -> None:
 def test_transports_have_the_length_from_which_they_beat_computing() -> None:
     """Data ports take the network alone: 100 kB a token over 12.5 GB/s; gRPC is bound by a core."""
     grpc, jax = found().transports
-    assert (grpc.name, jax.name, jax.bytes_per_s) == ("grpc", "jax", pytest.approx(12.5 * GB))
+    assert (grpc.name, jax.name) == ("grpc", "jax")
+    assert jax.bytes_per_s == pytest.approx(12.5 * GB)
     assert [count for count, _, _ in jax.prefixes] == [2048, 8192, 32768]
     assert jax.prefixes[1][1] == pytest.approx(ASSUMED.offer_s + 8192 * 1e5 / (12.5 * GB))
     assert grpc.prefixes[1][1] > 8192 * 1e5 / ASSUMED.grpc_bytes_per_s
