@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=2              processes that run the tests; 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,6 +25,7 @@ AOT := $(VENV)/aot
 AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
+TUNIX := $(VENV)/tunix
 CALLERS := $(VENV)/callers
 CLIENTS := $(VENV)/callers-clients
 LOAD := $(VENV)/callers-load
@@ -68,7 +69,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -221,6 +222,20 @@ $(LM_EVAL)/.installed: $(STAMP)
 
 lm-eval: $(LM_EVAL)/.installed ## lm-evaluation-harness over jpaged and over its own hf: the same numbers (--rounds=5: how fast)
 	@$(LM_EVAL)/bin/python -m benchmarks.evaluation $(ARGS)
+
+grpo: $(STAMP) ## train the embedded model by GRPO with the engine as its sampler, three seeds (docs/training.md)
+	@$(BIN)/python -m benchmarks.rl $(ARGS)
+
+# In an environment of its own: tunix brings sixty packages, and requires a safetensors from before 0.8.
+$(TUNIX)/.installed: $(STAMP)
+	@echo "==> installing jpaged and tunix into $(TUNIX)"; rm -rf $(TUNIX); $(BIN)/python -m venv $(TUNIX)
+	@grep -vE '^(safetensors|transformers|tokenizers|huggingface-hub|hf-xet)==' $(CONSTRAINTS) > $(TUNIX)/constraints.txt
+	@$(TUNIX)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[tunix]" \
+	    --constraint $(TUNIX)/constraints.txt
+	@touch $@
+
+tunix: $(TUNIX)/.installed ## GRPO by tunix with the engine as its sampler: the same log-probabilities on both sides
+	@JAX_PLATFORMS=cpu $(TUNIX)/bin/python -m benchmarks.rl.tunix_grpo $(ARGS)
 
 # In an environment of its own, without jpaged: what others wrote calls our HTTP face, unmodified. PyTorch's CPU wheel is a
 # tenth of the other; where pip does not find it, PIP_EXTRA_INDEX_URL names who has it.

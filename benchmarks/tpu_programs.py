@@ -7,10 +7,11 @@ A cell is spelled `model@topology#program,program`, with `/backend` behind the t
 `llama-3-8b@v6e:2x4#forward[64],sample[64],sample[64, top]`. Weights are bfloat16, or as one of `FORMATS` has them
 (`llama-3-8b+int4@v6e:1x1#forward[64]`), split over all devices of it, or over those that share no context, where `*2`
 behind the topology has each context on two; the pool takes what a server would give it, nine tenths of the memory
-without the weights. Where that is less than two of the model's longest sequences it takes those,
-and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8 slots of
-rank 16, as a server has them unless it is told otherwise (`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`).
-`+ep` has whole experts on each device, and `+dp` the attention of its own sequences, too
+without the weights. Where that is less than two of the model's longest sequences, of at most 2**18 tokens, it takes
+those, and the compiler has to say that it does not fit. `+lora` comes last, and has adapters beside the weights: 8
+slots of rank 16, as a server has them unless it is told otherwise
+(`llama-3-8b+int8+lora@v6e:1x1#forward[64],load_adapter[1]`). `+ep` has whole experts on each device, and `+dp` the
+attention of its own sequences, too
 (`deepseek-v2-lite+dp@v6e:2x2#forward[64]`). Steps have up to 512 tokens and 64 rows, or those of the cell's largest
 forward.
 
@@ -93,6 +94,8 @@ _MARK = "RESULT "
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _MOST_ROWS = 256
 """Forwards of up to so many tokens decode one token of each row."""
+_LONGEST = 2**18
+"""Most tokens of a sequence: the pool has two of them at least."""
 _SMALL = 1 << 20  # elements; arrays of fewer, such as biases, are not looked for
 
 
@@ -206,6 +209,7 @@ def compile_cell(cell: str) -> list[ProgramResult]:
     sizes = [OPTIONS["max_num_batched_tokens"], *map(int, re.findall(r"forward\[(\d+)\]", match["programs"]))]
     own: dict[str, Any] = {"attention_backend": match["backend"] or "auto", "enable_lora": match["lora"] is not None}
     own["max_num_batched_tokens"] = max(sizes)
+    own["max_model_len"] = min(config.max_model_len, _LONGEST)
     own["max_num_seqs"] = max(OPTIONS["max_num_seqs"], *(size for size in sizes if size <= _MOST_ROWS), 0)
     if match["parallel"] is not None:
         config = with_parallel_experts(config)

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
         AsyncEngineArgs,
         AsyncLLM,
         AsyncLLMEngine,
-        EmbedsPrompt,
         EngineArgs,
         LLMEngine,
         PromptType,
         TextPrompt,
         TokensPrompt,
     )
+    from jpaged.local_model import EmbedsPrompt
     from jpaged.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -115,10 +115,11 @@ _HOME = {
     **dict.fromkeys(
         (
             *("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "LLM", "LLMEngine"),
-            *("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
+            *("PromptType", "TextPrompt", "TokensPrompt"),
         ),
         "jpaged.llm",
     ),
+    "EmbedsPrompt": "jpaged.local_model",
     **dict.fromkeys(("AsyncClient", "Client"), "jpaged.client"),
     **dict.fromkeys(
         (

@@ -182,9 +182,10 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
 
 
 def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:
-    """Return the data port that the options select."""
+    """Return the data port that the options select; raise InvalidArgument if the role or the address has none."""
     if (port := options.cache.data_port) is None:
         return None
+    port.check(options.roles.role)
     from jpaged.device.block_port import JaxBlockPort
 
     return JaxBlockPort(port, first_device(place.mesh))

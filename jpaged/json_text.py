@@ -87,6 +87,51 @@ def encode(value: object) -> bytes:
         return dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
+_ONLY_PLAIN = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+
+
+def encode_plain(value: object) -> bytes | None:
+    """Return a value as compact JSON in UTF-8, which every reader reads as it is; None if only `dumps` can write it."""
+    try:
+        return orjson.dumps(value, _listed, _ONLY_PLAIN)
+    except TypeError:
+        return None
+
+
+def loads_plain(text: str | bytes, max_depth: int) -> dict[str, Any] | None:
+    """Return the object that a text holds, three times as fast as `json.loads`.
+
+    None if Python's reader may read it differently: it is no object, is nested deeper, or has unpaired surrogates,
+    numbers that are not finite, or integers that may have more than 64 bits.
+    """
+    try:
+        value = orjson.loads(text)
+    except ValueError:
+        return None
+    return value if type(value) is dict and _is_plain(value, max_depth) else None
+
+
+_MAX_FLOAT = 2.0**63
+"""Size above which a float may have been an integer of more than 64 bits."""
+
+
+def _is_plain(value: dict[str, Any], max_depth: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(max_depth):
+        below: list[Any] = []
+        for one in level:
+            for item in one.values() if type(one) is dict else one:
+                kind = type(item)
+                if kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not -_MAX_FLOAT < item < _MAX_FLOAT:
+                    return False
+        if not below:
+            return True
+        level = below
+    return False
+
+
 def pieces(value: object) -> Iterator[bytes]:
     """Yield the text of `encode` in pieces of about `PIECE_BYTES`; no step takes longer for a larger value."""
     piece = bytearray()

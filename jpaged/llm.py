@@ -34,7 +34,6 @@ from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
     AsynchronousModel,
-    EmbedsPrompt,
     EngineArgs,
     GivenAdapter,
     GivenInput,
@@ -53,6 +52,7 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
+    require_known_options,
 )
 from jpaged.outputs import (
     AsyncOutputStream,
@@ -112,7 +112,6 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
-    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "MakeBar",
@@ -347,7 +346,7 @@ class LLM(SynchronousModel):
         Raises:
             InvalidArgument: a prompt is invalid, or the numbers of prompts differ; nothing was computed.
         """
-        _require_known("score", options, ScoreKwargs)
+        require_known_options("score", options, ScoreKwargs)
         continuations, adapter = options.get("continuations"), options.get("adapter")
         kept, tokenization = options.get("truncate_prompt_tokens"), options.get("tokenization_kwargs")
         if continuations is not None:
@@ -446,7 +445,7 @@ class LLM(SynchronousModel):
             InvalidArgument: a prompt is invalid; nothing was computed.
             NotFound: there is no such adapter; nothing was computed.
         """
-        _require_known("embed", options, EmbedKwargs)
+        require_known_options("embed", options, EmbedKwargs)
         pooling, tokenization = options.get("pooling"), options.get("tokenization_kwargs")
         given = get_pooling(pooling_params, options.get("truncate_prompt_tokens"), tokenization)
         if given.task not in (None, "embed"):
@@ -593,12 +592,6 @@ class LLM(SynchronousModel):
             else:
                 outputs.append(RequestOutput(name, prompt, ids, (), Usage(len(ids)), error=error))
         return outputs
-
-
-def _require_known(method: str, options: Mapping[str, Any], known: type) -> None:
-    """Raise TypeError if a method has no such option, as Python does for its arguments."""
-    for name in options.keys() - known.__annotations__.keys():
-        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
 
 
 def _require_id(request_id: str) -> None:

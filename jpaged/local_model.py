@@ -21,6 +21,8 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
+import numpy as np
+
 from jpaged.build import build, ignore_progress
 from jpaged.chat import build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
@@ -772,7 +774,7 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(Prompt(text=prompt))
     if not isinstance(prompt, Mapping):
-        return ParsedPrompt(Prompt(token_ids=prompt))
+        return ParsedPrompt(Prompt(token_ids=prompt.tolist() if isinstance(prompt, np.ndarray) else prompt))
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     for name in _NOT_PROMPTS:
         if name in fields:
@@ -842,6 +844,12 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for note in (*notes, *describe_variables(vllm_environment())):
         _LOG.info("%s", note)
     return options
+
+
+def require_known_options(method: str, options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError if a method has no such option, as Python does for its arguments."""
+    for name in options.keys() - known.__annotations__.keys():
+        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
 
 
 def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:

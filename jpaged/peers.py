@@ -24,9 +24,8 @@ from jpaged.client import convert
 from jpaged.client.channel import Tls, open_channel, proxy_name, require_target
 from jpaged.client.errors import translated
 from jpaged.config import RoleOptions
-from jpaged.engine.executor import ArrayPart, BlockOffer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, TryLater, Unavailable, describe_error
-from jpaged.service.handoff import BlockFormat, FirstToken, prompt_alone
+from jpaged.service.handoff import BlockFormat, FirstToken, KVPart, build_offer, prompt_alone
 from jpaged.service.kv_protocol import MAX_PIECES, BlockPiece
 from jpaged.types import Request
 
@@ -133,7 +132,7 @@ class PrefillCall:
                 self.num_cached_tokens = chunk.usage.cached_tokens
         self.tokens = tokens
 
-    async def parts(self) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
+    async def parts(self) -> AsyncIterator[KVPart]:
         """Yield the blocks of the prompt in pieces, some at a time, or offers of them."""
         with _translating(self._proxy):
             while (message := await self._call.read()) is not aio.EOF:
@@ -234,22 +233,18 @@ async def _ignoring_errors(call: Any) -> None:
         await call
 
 
-def _offer_from(message: prefill_pb2.BlockOffer, target: str) -> BlockOffer:
+def _offer_from(message: prefill_pb2.BlockOffer, target: str) -> KVPart:
     """Convert a message to an offer; raise InternalError if it contradicts itself."""
-    positions = tuple(zip(message.indices, message.kv_groups, strict=False))
     is_sound = len(message.indices) == len(message.kv_groups) == sum(message.num_rows) > 0
     if not is_sound or len(message.sizes) != len(message.num_rows):
-        raise InternalError(f"{target} sent an offer of {len(positions)} blocks in {sum(message.num_rows)} rows")
-    return BlockOffer(
-        uuid=message.uuid,
-        address=message.address,
-        dtype=message.dtype,
-        block_shape=tuple(message.block_shape),
-        parts=tuple(ArrayPart(tuple(part.begin), tuple(part.shape)) for part in message.parts),
-        sizes=tuple(message.sizes),
-        num_rows=tuple(message.num_rows),
-        positions=positions,
-        last_key=message.last_key,
+        raise InternalError(f"{target} sent an offer of {len(message.indices)} blocks that contradicts itself")
+    return build_offer(
+        (message.uuid, message.address),
+        (message.dtype, message.block_shape),
+        [(part.begin, part.shape) for part in message.parts],
+        (message.sizes, message.num_rows),
+        zip(message.indices, message.kv_groups, strict=True),
+        message.last_key,
     )
 
 

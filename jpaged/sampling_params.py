@@ -59,6 +59,8 @@ def text_bytes(field: str, text: str) -> int:
     Raises:
         InvalidArgument: the text contains an unpaired surrogate.
     """
+    if text.isascii():
+        return len(text)
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:

@@ -19,6 +19,7 @@ from jpaged.config import (
     platform_default,
     server_field_names,
 )
+from jpaged.config.kv_transfer import DataPortOptions
 from jpaged.config.option import checked, option_type
 from jpaged.distributed_env import MultiHost
 from jpaged.errors import InvalidArgument
@@ -568,3 +569,45 @@ def test_invalid_options_of_balanced_experts_are_named(options: dict[str, object
     with pytest.raises(InvalidArgument, match=re.escape(problem)) as error:
         EngineConfig.load({**EPLB, **options})
     assert error.value.field == field
+
+
+def data_port(extra: object = None, **keys: object) -> str:
+    values = {"kv_connector": "jax", "kv_connector_extra_config": extra or {"address": "127.0.0.1:0"}}
+    return json.dumps({**values, **keys})
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "problem"),
+    [
+        (data_port({"address": "localhost:0"}), "kv_connector_extra_config.address", "must be a numeric address"),
+        (data_port({"address": "0.0.0.0:1"}), "kv_connector_extra_config.address", "address of one interface"),
+        (data_port({"address": "[::]:1"}), "kv_connector_extra_config.address", "address of one interface"),
+        (data_port({"address": "127.0.0.1"}), "kv_connector_extra_config.address", "127.0.0.1"),
+        (data_port({"pull_timeout": 1}), "kv_connector_extra_config.address", "is missing"),
+        (data_port({"address": "127.0.0.1:0", "port": 1}), "kv_connector_extra_config.port", "is unknown"),
+        (data_port({"address": "127.0.0.1:0", "pull_timeout": 0}), "kv_connector_extra_config.pull_timeout", "0"),
+        (data_port("x"), "kv_connector_extra_config", "is not a JSON object"),
+        (data_port(kv_role="kv_all"), "kv_role", "is not one of kv_both, kv_producer, kv_consumer"),
+        (data_port(kv_role="kv_producer"), "kv_role", "is for the role prefill; this server's is decode"),
+        (data_port(kv_buffer_size=1), "kv_buffer_size", "is not a number of bytes"),
+        (data_port(kv_parallel_size=2), "kv_parallel_size", "is not supported by kv_connector jax"),
+    ],
+)
+def test_a_data_port_that_cannot_be_used_is_refused(config: str, field: str, problem: str) -> None:
+    def load() -> None:
+        loaded = EngineConfig.load({"kv_transfer_config": config, "role": "decode", "prefill_target": ("a:1",)})
+        loaded.roles.check(loaded.cache)
+
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        load()
+    assert refused.value.field == f"kv_transfer_config.{field}"
+
+
+def test_a_data_port_is_no_store_and_needs_a_role() -> None:
+    loaded = EngineConfig.load({"kv_transfer_config": data_port(), "role": "prefill"})
+    loaded.roles.check(loaded.cache)
+    assert loaded.cache.data_port == DataPortOptions("127.0.0.1:0", None, 10**9, 2.0)
+    assert (loaded.cache.kv_transfer, loaded.cache.store_option) == (None, None)
+    alone = EngineConfig.load({"kv_transfer_config": data_port()})
+    with pytest.raises(InvalidArgument, match="requires the role prefill or decode"):
+        alone.roles.check(alone.cache)

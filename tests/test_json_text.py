@@ -1,10 +1,11 @@
 """Whatever is written as JSON can be read as JSON."""
 
+import datetime
 import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged import json_text
@@ -104,3 +105,54 @@ def test_items_are_made_while_they_are_written():
 def test_half_of_a_character_and_large_integers_are_written():
     text = b"".join(json_text.pieces({"a": "\ud800", "b": 2**70, "c": "\u20ac"}))
     assert json.loads(text) == {"a": "?", "b": 2**70, "c": "\u20ac"}
+
+
+READABLE = st.dictionaries(
+    st.text(),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text() | st.just("\ud800"),
+        lambda parts: st.lists(parts) | st.dictionaries(st.text(), parts),
+        max_leaves=8,
+    ),
+)
+
+
+@settings(max_examples=40)
+@given(READABLE, st.booleans())
+def test_what_is_read_fast_is_what_pythons_reader_reads(value, is_ascii):
+    text = json.dumps(value, ensure_ascii=is_ascii)
+    read = json_text.loads_plain(text, 64)
+    assert read is None or repr(read) == repr(json.loads(text))
+
+
+def nested(depth):
+    value: list[object] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_usual_objects_are_read_fast_and_no_others():
+    usual = {"a": [1, -(2**63), 2**64 - 1, 9.2e18, True, None, "é\U0001f600"], "b": {}, "c": [[{}], [[]]]}
+    for value in (usual, {"a": nested(63)}, {}):
+        for text in (json.dumps(value), json.dumps(value, ensure_ascii=False).encode()):
+            assert json_text.loads_plain(text, 64) == value
+    for other in (
+        {"a": nested(64)},
+        {"a": [2**64]},
+        {"a": -(2**63) - 1},
+        {"a": "\ud800"},
+        {"\udfff": 1},
+        [1],
+        "a",
+        None,
+    ):
+        assert json_text.loads_plain(json.dumps(other), 64) is None
+    for text in ('{"a": NaN}', '{"a": 1e400}', "{", '{"a": 1,}', "", b"\xff{}", b"\xef\xbb\xbf{}"):
+        assert json_text.loads_plain(text, 64) is None
+
+
+def test_what_only_python_can_write_is_not_plain():
+    assert json_text.encode_plain({"a": [1, "é", None, (2.5,)]}) == '{"a":[1,"é",null,[2.5]]}'.encode()
+    for value in (2**64, "\ud800", {1: 2}, object(), datetime.datetime(2026, 1, 1)):
+        assert json_text.encode_plain({"a": [value]}) is None

@@ -12,30 +12,32 @@ does. Both start with nothing cached, and get the same turns. The engine has the
 The second table is the share of each prompt that the prefix cache has, for templates that keep reasoning in history, or
 drop it before the last message of the user.
 
-With `--templates`, a third table has the time to render an agent's conversation of as many tokens with each template of
-a folder: 18 tools, and two calls with their results per turn.
+The line of the agent is the last of its requests: 18 tools, and two calls with their results per turn, with as many
+tokens of four bytes. `--agent-template` renders them with another template than the one here.
+
+With `--templates`, a third table has the time to render the same conversation with each template of a folder.
 
 Times are processor time of the thread and of the process that renders, so that other processes of the machine do not
 count: right where it is pinned to one core.
 
     taskset -c 1 python -m benchmarks.serving.multi_turn [--turns 20] [--tokens 30000] [--rounds 9]
-        [--models demo FILE.gguf] [--templates FOLDER]
+        [--models demo FILE.gguf] [--agent-template FILE.jinja] [--templates FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import numpy as np
 
 from benchmarks.record import machine, save
 from jpaged import json_text
@@ -49,6 +51,8 @@ from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import JpagedError
 from jpaged.openai.request import chat_job, check_values, loaded
 from jpaged.sampling_params import NO_DEFAULTS
+from jpaged.service.chat.formats import parser_for
+from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate, for_template, read_messages
 from jpaged.service.input_processor import InputProcessor
@@ -68,8 +72,13 @@ _CHAT_ML = {"user": "<|im_start|>user\n", "assistant": "<|im_start|>assistant\n"
 
 def cpu_s() -> float:
     """Return the processor time of this thread and of the process that renders chat templates."""
-    child = Path(f"/proc/{template_process()._child.process.pid}/schedstat").read_text()
+    child = os.pread(_child_times(template_process()._child.process.pid), 100, 0)
     return time.thread_time() + int(child.split()[0]) / 1e9
+
+
+@functools.cache
+def _child_times(pid: int) -> int:
+    return os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
 
 
 @dataclass(slots=True)
@@ -103,12 +112,11 @@ class TimedTokenizer(HuggingFaceTokenizer):
         return ids
 
 
-def each_block(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return what `block_keys` does, without hashes of earlier turns."""
+def each_block(parent: BlockHash, tokens: bytes, block_size: int) -> list[BlockHash]:
+    """Return what `hash_blocks` does, without hashes of earlier turns."""
     keys = []
-    for begin in range(0, len(token_ids) - block_size + 1, block_size):
-        tokens = np.asarray(token_ids[begin : begin + block_size], np.int32)
-        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+    for begin in range(0, len(tokens) - 4 * block_size + 1, 4 * block_size):
+        parent = hashlib.sha256(parent + tokens[begin : begin + 4 * block_size]).digest()
         keys.append(parent)
     return keys
 
@@ -137,7 +145,8 @@ class Host:
             bytes_per_block=1,
             buckets=BucketTable.build(max_num_batched_tokens=2048, max_num_seqs=4),
         )
-        self._processor = InputProcessor(self.tokenizer, self._geometry)
+        answering = ChatOutputConfig(self.tokenizer, parser_for(self.tokenizer.chat_template, ""))
+        self._processor = InputProcessor(self.tokenizer, self._geometry, answering=answering)
         self._memory = PagedKVCacheManager(self._geometry)
         self._number = 0
 
@@ -155,7 +164,7 @@ class Host:
             )
         clock.seconds["request"] -= clock.seconds["render"] + clock.seconds["tokenize"]
         group = SequenceGroup(request, self._number, 0.0, lambda event: None, self._geometry.max_blocks_per_seq)
-        hashes = mock.patch("jpaged.engine.kv_cache.blocks.block_keys", each_block)
+        hashes = mock.patch("jpaged.engine.kv_cache.blocks.hash_blocks", each_block)
         if not self._keeps:
             hashes.start()
         with clock.time("admit"):
@@ -225,14 +234,24 @@ def reasoning_template(model: Path | None, *, keeps: bool) -> str:
     )
 
 
-def measure(model: Path | None, options: argparse.Namespace) -> dict[str, list[list[dict[str, float]]]]:
-    """Return the seconds of each stage: by kind, round and turn."""
+def measure(
+    model: Path | None, options: argparse.Namespace, template: str | None = None
+) -> dict[str, list[list[dict[str, float]]]]:
+    """Return the seconds of each stage: by kind, round and turn.
+
+    Args:
+        template: of an agent, whose requests are measured; None measures a chat with the model's template.
+    """
     found: dict[str, list[list[dict[str, float]]]] = {"whole": [], "cached": []}
     for number in range(options.rounds):
-        hosts = {kind: Host(model, 2 * options.tokens, keeps=kind == "cached") for kind in found}
+        keeps = {kind: kind == "cached" for kind in found}
+        hosts = {kind: Host(model, 2 * options.tokens, keeps=keeps[kind], template=template) for kind in found}
+        turns = agent_turns(options.turns, options.tokens)
+        if template is None:
+            turns = conversation(hosts["whole"].tokenizer, options.turns, options.tokens, number)
         order = sorted(found, reverse=number % 2 == 1)
         times: dict[str, list[dict[str, float]]] = {kind: [] for kind in found}
-        for turn in conversation(hosts["whole"].tokenizer, options.turns, options.tokens, number):
+        for turn in turns:
             ids = set()
             for kind in order:
                 clock, request, _ = hosts[kind].serve(turn.body, turn.answer)
@@ -258,17 +277,23 @@ def cached_shares(model: Path | None, options: argparse.Namespace, *, keeps: boo
 def report(name: str, options: argparse.Namespace) -> dict[str, object]:
     """Measure a model's host costs, print them, and return them for the record."""
     model = None if name == "demo" else Path(name)
-    columns, rows = (*STAGES, "total"), []
-    print(f"{name}\n{'turn':>4} {'':6} " + " ".join(f"{stage + ' ms':>12}" for stage in columns) + "   min .. max")
-    found = measure(model, options)
-    for turn in sorted({1, 2, options.turns // 2, options.turns}):
+    columns, rows = (*STAGES, "total"), list[dict[str, object]]()
+    print(f"{name}\n{'turn':>5} {'':6} " + " ".join(f"{stage + ' ms':>12}" for stage in columns) + "   min .. max")
+    chat = measure(model, options)
+    template = AGENT_TEMPLATE if options.agent_template is None else options.agent_template.read_text()
+    if model is None:
+        template = template.replace("<|im_start|>", "<|user|>").replace("<|im_end|>", "<|endoftext|>")
+    agent = measure(model, options, template)
+    last = len(agent["cached"][0])
+    shown_turns = [(chat, turn, f"{turn}") for turn in sorted({1, 2, options.turns // 2, options.turns})]
+    for found, turn, label in [*shown_turns, (agent, last, "agent")]:
         for kind, rounds in found.items():
             samples = [of_turns[turn - 1] for of_turns in rounds]
             medians = {stage: 1e3 * statistics.median(one[stage] for one in samples) for stage in columns}
             low, high = (1e3 * pick(one["total"] for one in samples) for pick in (min, max))
-            rows.append({"turn": turn, "kind": kind, "median_ms": medians, "min_ms": low, "max_ms": high})
+            rows.append({"turn": label, "kind": kind, "median_ms": medians, "min_ms": low, "max_ms": high})
             shown = " ".join(f"{medians[stage]:>12.2f}" for stage in columns)
-            print(f"{turn:>4} {kind:6} {shown}   {low:.2f} .. {high:.2f}")
+            print(f"{label:>5} {kind:6} {shown}   {low:.2f} .. {high:.2f}")
     shares = {way: cached_shares(model, options, keeps=way == "keeps") for way in ("keeps", "drops")}
     for way, of_turns in shares.items():
         print(f"cached share, template {way} reasoning: " + " ".join(f"{share:.3f}" for share in of_turns))
@@ -280,7 +305,48 @@ _TOOLS = 18
 _MAX_BYTES = 1 << 24
 
 
-def agent_conversation(num_turns: int, num_tokens: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+AGENT_TEMPLATE = """\
+{%- set last = namespace(user=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+<|im_start|>system
+{{ messages[0].content + '\n' if messages[0].role == 'system' }}<tools>
+{%- for tool in tools or [] -%}{{ '\n' + tool | tojson }}{%- endfor %}
+</tools><|im_end|>
+{% for m in messages -%}
+{%- set content = m.content if m.content is string else '' -%}
+{%- if m.role == 'tool' -%}
+{{ '<|im_start|>user' if loop.first or messages[loop.index0 - 1].role != 'tool' }}
+<tool_response>
+{{ content }}
+</tool_response>{{ '<|im_end|>\n' if loop.last or messages[loop.index0 + 1].role != 'tool' }}
+{%- elif m.role == 'assistant' -%}
+<|im_start|>assistant
+{% if m.reasoning_content is string and loop.index0 > last.user -%}
+<think>{{ m.reasoning_content.strip('\n') }}</think>{%- endif -%}
+{{ content }}{%- for call in m.tool_calls or [] -%}{%- set call = call.function %}
+<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments if call.arguments is string else call.arguments | tojson }}}
+</tool_call>{%- endfor %}<|im_end|>
+{% elif m.role == 'user' or not loop.first -%}
+{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+
+
+def agent_turns(num_turns: int, num_tokens: int) -> list[Turn]:
+    """Return the requests of an agent: one after each message of the user, and one after each result of a tool."""
+    messages, tools = agent_messages(num_turns, num_tokens)
+    turns = []
+    for number, message in enumerate(messages, start=1):
+        if message["role"] in ("user", "tool"):
+            body = {"model": "m", "messages": messages[:number], "tools": tools, "stream": True, "max_tokens": 400}
+            turns.append(Turn(json_text.dumps(body).encode(), "Done."))
+    return turns
+
+
+def agent_messages(num_turns: int, num_tokens: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the messages and tools of an agent, of about `num_tokens` tokens of four bytes."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_TEXTS.glob("*.md")))
     parts = iter(range(0, len(text), 100))
@@ -305,12 +371,13 @@ def agent_conversation(num_turns: int, num_tokens: int) -> tuple[list[dict[str, 
             messages.append({"role": "tool", "tool_call_id": call_id, "content": take(share // 4)})
         if turn < num_turns - 1:
             messages.append({"role": "assistant", "content": take(share // 8)})
-    return for_template(read_messages(messages), max_bytes=_MAX_BYTES), tools
+    return messages, tools
 
 
 def template_times(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Return the ms to render an agent's conversation with each template, or why it cannot be rendered."""
-    messages, tools = agent_conversation(options.turns, options.tokens)
+    messages, tools = agent_messages(options.turns, options.tokens)
+    messages = for_template(read_messages(messages), max_bytes=_MAX_BYTES)
     print(f"{len(messages)} messages, {len(tools)} tools, {len(json_text.dumps(messages))} bytes")
     found: dict[str, float | str] = {}
     for path in sorted(folder.glob("*.jinja")):
@@ -339,6 +406,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=30_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--models", nargs="+", default=["demo"], help="demo, or GGUF files with a tokenizer")
+    parser.add_argument("--agent-template", type=Path, help="chat template of the agent")
     parser.add_argument("--templates", type=Path, help="folder of chat templates (*.jinja) to render as well")
     options = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))

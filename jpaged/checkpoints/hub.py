@@ -122,7 +122,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 # Weights, configs and tokenizers at the top of a repository, and modules of sentence-transformers, such as 1_Pooling;
 # not the duplicates in other formats.
-_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.txt")
 _WANTED_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _UNWANTED_FILES = ("[!0-9]*/*", "consolidated*")
 _GGUF_ID = re.compile(r"([^/:]+/[^/:]+):([\w.-]+)")

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_p
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
-from jpaged.models.eagle import EagleConfig, mtp_config
+from jpaged.models.eagle import EagleConfig, mtp_config, stored_mtp
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
 from jpaged.models.layers import Params, normal
@@ -159,7 +159,7 @@ def load_params(
     with open_tensors(folder, keeps_embedding=keeps_embedding) as files:
         scheme = read_scheme(folder, keeps_embedding=keeps_embedding)
         _log_widening(folder, scheme, files, keeps_embedding)
-        groups = _leaf_groups(config, files, layer_mode)
+        groups = _leaf_groups(config, files.names, layer_mode)
         _check_names(files, groups, config, scheme)
         reader = LeafReader(model, files, scheme, num_parts=num_parts, shardings=shardings, pack_stored=pack_stored)
         for done, group in enumerate(groups, start=1):
@@ -167,6 +167,36 @@ def load_params(
             progress(done, len(groups), ".".join(map(str, group[0])))
         _check_tie(files, config)
         reader.require_finite()
+    return params
+
+
+def params_from_arrays(model: Model, arrays: Mapping[str, jax.Array], layer_mode: LayerMode = "loop") -> Params:
+    """Return the tree that `Model.run` takes, in the model's type, from arrays by Hugging Face's names.
+
+    It can be jitted and differentiated: a trainer keeps its weights by the names that `LLM.update_weights` takes.
+
+    Raises:
+        InvalidArgument: an array is missing, unknown or misshapen.
+        Unsupported: the model is quantized.
+    """
+    if model.config.quantization is not None:
+        raise Unsupported("params_from_arrays: the model is quantized; its weights have no gradient")
+    params: Params = {"layers": {} if layer_mode == "scan" else [{} for _ in range(model.config.num_layers)]}
+    groups = _leaf_groups(model.config, arrays.keys(), layer_mode)
+    wanted = {name: shape for _, leaves in groups for leaf in leaves for name, shape in leaf.tensors}
+    for name in sorted(wanted.keys() ^ arrays.keys()):
+        if name not in wanted and is_ignored(name, model.config):
+            continue
+        problem = "is missing" if name in wanted else f"is not part of {model.config.architecture}"
+        raise InvalidArgument("arrays", f"{name} {problem}")
+    for name, shape in wanted.items():
+        if arrays[name].shape != shape:
+            raise InvalidArgument("arrays", f"{name} has shape {list(arrays[name].shape)}, not {list(shape)}")
+    for path, leaves in groups:
+        source = _LeafSource(
+            ArrayTensors({}), leaves, layer_mode == "scan" and path[0] == "layers", leaves[0].dtype or model.dtype, None
+        )
+        insert(params, path, source.trace([arrays[name] for leaf in leaves for name, _ in leaf.tensors]))
     return params
 
 
@@ -436,7 +466,7 @@ class WeightReader:
             else:
                 raise InvalidArgument("weights", f"is a {type(weights).__name__}, not a folder or arrays by name")
             scheme = read_scheme(described, keeps_embedding=keeps_embedding)
-            every = _leaf_groups(config, files, self.layer_mode)
+            every = _leaf_groups(config, files.names, self.layer_mode)
             if isinstance(files, ArrayTensors):
                 _refuse_unknown(files, every, config, scheme)
             else:
@@ -630,8 +660,8 @@ def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
         InvalidArgument: the checkpoint has no tensors of an MTP layer.
         Unsupported: the model's family has no MTP layers, or they are not supported.
     """
-    config = mtp_config(model)
     with open_tensors(folder) as tensors:
+        config = stored_mtp(mtp_config(model), tensors.names)
         leaves = model_leaves(config, tensors.names)
         wanted = next(name for leaf in leaves.outer if leaf.path[0] == "eh_proj" for name, _ in leaf.tensors)
         if wanted not in tensors.names:
@@ -650,7 +680,7 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
     Raises:
         InvalidArgument: a tensor is missing, superfluous, misshapen or not tied as promised.
     """
-    groups = _leaf_groups(config, tensors, "loop")
+    groups = _leaf_groups(config, tensors.names, "loop")
     _check_names(tensors, groups, config, scheme)
     for leaf in (leaf for _, leaves in groups for leaf in leaves):
         forms = stored_formats(None if scheme is None else scheme.quantization, leaf)
@@ -663,9 +693,9 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
     _check_tie(tensors, config)
 
 
-def _leaf_groups(config: ModelConfig, tensors: TensorSource, layer_mode: LayerMode) -> list[LeafGroup]:
+def _leaf_groups(config: ModelConfig, names: Collection[str], layer_mode: LayerMode) -> list[LeafGroup]:
     """Return the leaves by their paths in the tree; in scan mode a path in the layers has that leaf of each layer."""
-    leaves = model_leaves(config, tensors.names)
+    leaves = model_leaves(config, names)
     groups: list[LeafGroup] = [(leaf.path, [leaf]) for leaf in leaves.outer]
     if layer_mode == "scan":
         for name, stacked in get_stacks(config.layer_kinds).items():

@@ -6,6 +6,7 @@ and the calls Score and Embed are converted here, too.
 
 from __future__ import annotations
 
+import base64
 import operator
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -251,9 +252,8 @@ def _embeds_message(given: GivenEmbeds) -> inference_pb2.PromptEmbeds:
     Raises:
         InvalidArgument: they are no array of floating numbers with two axes.
     """
-    if isinstance(given, bytes):
-        return inference_pb2.PromptEmbeds(torch_file=given)
-    assert not isinstance(given, str)
+    if isinstance(given, bytes | str):
+        return inference_pb2.PromptEmbeds(torch_file=given if isinstance(given, bytes) else base64.b64decode(given))
     name = given.dtype.name
     if name not in EMBED_TYPES or given.ndim != 2:
         problem = f"is {name}{list(given.shape)}; must be [tokens, hidden size] of {', '.join(EMBED_TYPES)}"

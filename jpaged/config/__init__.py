@@ -3,6 +3,7 @@
 engine_config.py   all sections together: load, resolve, explain; and the environment
 speculative.py     speculative decoding
 option.py          declaration and validation of an option
+kv_transfer.py     connectors and data ports: the keys of `--kv-transfer-config`
 engine_options.py  the sections of an engine, with disaggregated prefill and lossy options
 server_options.py  the sections of a server, and timeouts of requests and steps
 """

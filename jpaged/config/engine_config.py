@@ -41,6 +41,8 @@ from jpaged.distributed_env import MultiHost, find_multihost
 from jpaged.errors import InternalError, InvalidArgument
 
 _OF_COMPILERS = ("XLA_", "TF_XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
+_EMBEDS_REQUEST_MIB = 16.0
+"""Default maximum size of a message with input embeddings: 1500 tokens of 4096 numbers of 16 bits, as base64."""
 _WITH_HEAD: Mapping[str, Any] = {"num_scheduler_steps": 1, "swap_space": 0.0}
 _WITH_DP_ATTENTION: Mapping[str, Any] = {"swap_space": 0.0}
 _OF_ENCODER: Mapping[str, Any] = {
@@ -118,6 +120,8 @@ class EngineConfig:
             sections[section] = kind(**values)
         config = cls(**sections)
         config._check_together()
+        if config.model.enable_prompt_embeds and options.get("max_request_size") is None:
+            config = config.replace(max_request_size=_EMBEDS_REQUEST_MIB)
         if config.has_head:
             config = config._for_head(options)
         if config.parallel.enable_dp_attention:

@@ -52,7 +52,7 @@ class KVTransferOptions:
 
     Attributes:
         kv_connector: name of a class that implements `jpaged.engine.kv_cache.connector.KVConnector`.
-        kv_connector_module_path: name of its module.
+        kv_connector_module_path: name of the module with the class.
         kv_connector_extra_config: options that only the connector reads.
     """
 

@@ -31,7 +31,8 @@ class ServerOptions:
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
     max_request_size: float = option(
         1.0,
-        "maximum size of a client message; a prompt of 131072 tokens, as text or ids, takes half of the default. "
+        "maximum size of a client message; a prompt of 131072 tokens, as text or ids, takes half of the default, which "
+        "is 16 with enable_prompt_embeds. "
         "Messages are parsed on the thread that serves every stream, at up to 40 ms per MiB",
         low=0.0625,
         high=64.0,

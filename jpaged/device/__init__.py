@@ -5,6 +5,7 @@ mesh.py               devices as a mesh, and the mesh axis of each logical axis
 linear.py             choice of the matmul backend for the weights, and packing of weights for it
 lora.py               LoRA adapter slots next to the weights
 kv_scales.py          scales of 8-bit keys and values
+block_port.py         exchange of blocks with other servers as device arrays
 transfers.py          moves of whole blocks, and the pool of blocks in host memory
 step_sizes.py         default step sizes
 step.py               the programs of a step, and of several decode steps

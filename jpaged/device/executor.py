@@ -436,12 +436,9 @@ class JaxExecutor:
         self.host_blocks: WholeHostBlocks | None = None
         if self._host.is_whole:
             runner = self._runner
-            self.host_blocks = WholeHostBlocks(
-                self._host,
-                lambda: kv_fingerprint(step, runner.params),
-                BlockPlace(layout, NamedSharding(mesh, contents_spec(layout))),
-                lambda block_ids: self._mover.read(block_ids, self._programs),
-            )
+            place = BlockPlace(layout, NamedSharding(mesh, contents_spec(layout)))
+            read = functools.partial(self._mover.read, programs=self._programs)
+            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params), place, read)
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(

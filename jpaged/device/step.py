@@ -104,12 +104,8 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
-    left_out = {
-        "num_tokens",
-        "draft_slots_sk",
-        *(_RUNS if geometry.cascade is None else ()),
-        *(() if geometry.max_loras else _ADAPTERS),
-    }
+    left_out = {"num_tokens", "draft_slots_sk", *(() if geometry.max_loras else _ADAPTERS)}
+    left_out |= _RUNS if geometry.cascade is None else set()
     left_out |= set() if geometry.state_bytes else _STATES
     left_out |= set() if geometry.is_encoder else _ENCODED
     left_out |= {"embeds_te", *(() if geometry.embed_width else ("is_embed_t",))}

@@ -246,7 +246,7 @@ class HostPool:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where arrays of blocks belong: `HostBlocks.place`.
+    """Layout and devices of arrays of blocks: `HostBlocks.place`.
 
     Attributes:
         sharding: of the contents of blocks, [C, *block].

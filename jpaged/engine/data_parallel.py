@@ -34,7 +34,7 @@ from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import Engine, gather, update_replicas, when_all_are_done
 from jpaged.engine.executor import Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
-from jpaged.engine.kv_cache.blocks import BlockHash, block_keys, root_block_hash
+from jpaged.engine.kv_cache.blocks import BlockHash, block_keys, hash_blocks, root_block_hash
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer
 from jpaged.engine.kv_cache.pinned import Pin
 from jpaged.engine.kv_cache.prefix_cache import PrefixCacheManager
@@ -42,7 +42,7 @@ from jpaged.engine.sequence import OutputCallback
 from jpaged.engine.stats import HistogramSnapshot
 from jpaged.errors import AlreadyExists, InternalError, QueueFull, Unavailable
 from jpaged.server_load import EngineLoad, total_load
-from jpaged.types import LoadedAdapter, OutputEvent, Request
+from jpaged.types import LoadedAdapter, OutputEvent, PackedTokens, Request
 
 MAX_LOAD_IMBALANCE = 0.5
 """Load above the least loaded replica, in replicas, up to which prefix affinity counts."""
@@ -143,6 +143,8 @@ class ReplicaRouter:
         num_blocks = min(num_cacheable, (len(token_ids) - 1) // size, MAX_ROUTED_BLOCKS)
         weights = b"" if source is None else source.weights
         root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest, weights)
+        if isinstance(token_ids, PackedTokens) and not request.block_digests:
+            return tuple(hash_blocks(root, token_ids.packed[: 4 * num_blocks * size], size))
         return tuple(block_keys(root, token_ids[: num_blocks * size], size, request.block_digests))
 
     def _cost(self, request: Request) -> int:

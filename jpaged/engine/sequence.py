@@ -31,7 +31,15 @@ from jpaged.engine.kv_cache.blocks import BlockHash, SequenceBlocks, root_block_
 from jpaged.errors import InternalError
 from jpaged.pool import PrefixOwner
 from jpaged.structured import GrammarState
-from jpaged.types import OutputEvent, PriorOutput, Request, RequestTimes, ResumedSequence, WeightVersionRun
+from jpaged.types import (
+    OutputEvent,
+    PackedTokens,
+    PriorOutput,
+    Request,
+    RequestTimes,
+    ResumedSequence,
+    WeightVersionRun,
+)
 
 OutputCallback = Callable[[OutputEvent], None]
 """Callback for a request's events; called on the engine thread."""
@@ -331,10 +339,13 @@ class SequenceGroup:
         root = self._root(weights) if sampling.use_prefix_cache else None
         owner = PrefixOwner(sampling.cache_salt, request.cache_tenant, "" if adapter is None else adapter.name)
         continued = {one.generated.index: one for one in request.continued}
+        prompt = request.prompt_token_ids
+        packed = prompt.packed if isinstance(prompt, PackedTokens) else b""
         for i in range(num_sequences):
-            kv, behind = SequenceBlocks(max_blocks, root, num_kv_groups, owner, request.block_digests), continued.get(i)
+            kv = SequenceBlocks(max_blocks, root, num_kv_groups, owner, request.block_digests, packed)
+            behind = continued.get(i)
             grammar = _begin(request) if behind is None else _behind(behind)
-            sequence = Sequence(i, list(request.prompt_token_ids), kv, grammar=grammar)
+            sequence = Sequence(i, list(prompt), kv, grammar=grammar)
             if behind is not None:
                 resume_after_generated(sequence, behind.generated)
                 self.num_sampled_tokens += len(behind.generated.token_ids)

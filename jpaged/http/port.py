@@ -6,7 +6,7 @@ their number:
     a connection without a request       closed after `idle_s`
     a slow head or body                  closed after `REQUEST_TIMEOUT_S` without more of the body, or a complete head
     a head without an end                400, and closed
-    bytes that are not HTTP              400, and closed
+    bytes that are not HTTP/1.1          400, and closed; of gRPC clients, too
     a head of more than 64 KiB           400, and closed, whatever the number of lines
     more connections than the limit      a few more may ask only for health; all else 503, and closed
 
@@ -47,6 +47,7 @@ REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
 """Maximum bytes per read, a quarter of asyncio's: as chunks of one byte they take 10 ms."""
+_HTTP2_PREFACE = b"PRI * HTTP/2.0"
 _BYTES_OF_LINE = 4
 """Overhead of a header line besides name and value: a colon, a space, the line end."""
 MAX_PROBES = 32
@@ -121,6 +122,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and limit an endless head: the parser buffers a line until it is complete."""
+        if self.cycle is None and not self._is_receiving and data.startswith(_HTTP2_PREFACE):
+            self.send_400_response("HTTP/2 is not served here: gRPC clients connect to the port of --port")
+            return
         self._is_in_head = True
         super().data_received(data)
         self._pass_body()

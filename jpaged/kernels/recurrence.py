@@ -12,8 +12,8 @@ row from one slot and writes it to another. So a fork costs no copy: the first s
 
 All rows are read before the first one is written, so one row may take over the slot of another.
 
-Rows of draft tokens follow the row of their sequence. Each writes the state after its token to a slot of its own, so
-that a sequence continues with the slot of its last accepted token:
+Rows of draft tokens follow the row of their sequence. Each writes the state after the token to another slot, so that
+a sequence continues with the slot of the last accepted token:
 
     row       source   slot
     r         1        1           t7, the last token
@@ -87,7 +87,7 @@ class RecurrentRows:
 
     Attributes:
         starts_s1: first packed token of each row, and the end.
-        firsts_s: first token of its sequence in the step: that of another row for draft tokens.
+        firsts_s: first token of the row's sequence in the step; for draft tokens it is in another row.
         is_first_s: the row begins its sequence.
         is_draft_s: the row continues the one before it.
         sources_s: slot from which the state before the first token is read.
@@ -365,7 +365,7 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     """Run short rows all at once, and the blocks of long rows one after another.
 
     Shapes of a block do not depend on the step, and unused places of a block are zeros. So the bits of a row do not
-    depend on other rows. A row of a draft token runs all tokens of its sequence in the step, which are few.
+    depend on other rows. A row with a draft token runs all tokens of the sequence in the step, which are few.
     """
     num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.firsts_s
     is_short_s = (lens_s > 0) & (lens_s <= SHORT_LEN)

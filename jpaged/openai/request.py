@@ -21,7 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged.chat import ChatOptions, build_chat_options, parse_reasoning, read_message
+from jpaged import json_text
+from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
@@ -48,7 +49,7 @@ _UNLIMITED = -1
 """The thinking token budget that vLLM reads as none."""
 
 
-def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def messages_in(body: Mapping[str, Any]) -> ChatMessages:
     """Return the conversation of a body, whose contents are strings or lists of text parts.
 
     Raises:
@@ -58,7 +59,7 @@ def messages_in(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument("messages", "must be a list with at least one message")
     ignore = body.ignore if isinstance(body, LenientBody) else None
-    return tuple(read_message(f"messages[{i}]", message, ignore) for i, message in enumerate(messages))
+    return ChatMessages(read_message(f"messages[{i}]", message, ignore) for i, message in enumerate(messages))
 
 
 def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
@@ -465,17 +466,8 @@ OF_ADAPTERS = {"lora_name", "lora_path"}
 OF_ANY = frozenset(
     {
         *(OF_COMPLETIONS | OF_CHATS | OF_ADAPTERS),
-        *(
-            "input",
-            "instructions",
-            "max_output_tokens",
-            "text",
-            "include",
-            "store",
-            "background",
-            "previous_response_id",
-            "truncation",
-        ),
+        *("input", "instructions", "max_output_tokens", "text", "include", "store", "background"),
+        *("previous_response_id", "truncation"),
         *("system", "stop_sequences", "thinking", "output_config", "output_format", "metadata", "context_management"),
         *("pooling", "encoding_format", "dimensions", "normalize", "use_activation", "continuations", "prompt_name"),
         *("text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "documents", "top_n"),
@@ -549,12 +541,18 @@ class Job:
         return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
 
 
+class PlainBody(dict[str, Any]):
+    """A JSON object without anything that `check_values` refuses, as its reader has found."""
+
+
 def loaded(where: str, text: str | bytes) -> dict[str, Any]:
     """Read the JSON object that a text holds.
 
     Raises:
         InvalidArgument: it holds none; names `where`.
     """
+    if (plain := json_text.loads_plain(text, MAX_DEPTH)) is not None:
+        return PlainBody(plain)
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -573,6 +571,8 @@ def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None
         where: what errors call the whole.
         prefix: prefix of field names in errors.
     """
+    if isinstance(value, PlainBody):
+        return
     for name in value:
         _check_text(where, name)
     waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}"[:_MAX_PATH], item, 1) for name, item in value.items()]

@@ -32,6 +32,8 @@ class Assumptions:
         host_link_efficiency: share of the link's peak, for long transfers.
         step_overhead_s: host work and kernel launches of a step that do not overlap with the device.
         all_reduce_s: one all-reduce between the devices of one model; there are two per layer.
+        grpc_bytes_per_s: blocks sent between two servers over gRPC, bound by a core that hashes and copies them.
+        offer_s: latency of a transfer between servers.
         transfer_latency_s: cost of a transfer over the host link in addition to its bytes. A block is 2 * num_layers
             transfers (its keys and its values in each layer), as in the system that the paper measured.
         half_rate_run_bytes: gathered KV memory is read at half the bandwidth when its consecutive run (one head's part
@@ -48,6 +50,8 @@ class Assumptions:
     host_link_efficiency: float = 0.8
     step_overhead_s: float = 0.005
     all_reduce_s: float = 20e-6
+    grpc_bytes_per_s: float = 0.3e9
+    offer_s: float = 0.005
     transfer_latency_s: float = 5e-6
     half_rate_run_bytes: float = 942.0
     memory_utilization: float = 0.9

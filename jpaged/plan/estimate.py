@@ -20,6 +20,7 @@ of a chunk alone.
               first token: ceil(I / T) steps s, after a queue of them
               99 of 100 tokens come within d, or d and the transfer if that is one token of 100
     transfer  bytes of the prompt's full blocks: out of a device over its host link, the network, and in again
+              next to it, prefixes over gRPC (not above its rate on one core) and over data ports (the network alone)
 
 The result is for the largest b that meets the goals, and the best power of two for T. The transfer runs after the first
 token, so it delays the second one. Nothing was measured: step times come from the plan, and other server costs (host,
@@ -36,6 +37,9 @@ from jpaged.engine.executor.io import WindowSpec
 from jpaged.plan.cost import ASSUMED, StepLoad
 from jpaged.plan.step_times import PlannedStepTimes, StepParts
 
+_PREFIXES = (2048, 8192, 32768)
+_MAX_BREAK_EVEN_POWER = 14
+"""Break-even lengths are powers of two, from 16 to 131072 tokens."""
 MAX_LOAD = 0.8
 """Share of the estimated tokens per second that a load may use: above it, waiting times grow without bound."""
 
@@ -188,12 +192,30 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedTransport:
+    """Transfer of prefixes between two servers, one prompt at a time.
+
+    Attributes:
+        name: grpc, or jax for data ports.
+        bytes_per_s: of long prefixes.
+        prefixes: (tokens, seconds to transfer them, seconds to compute them).
+        break_even_tokens: length from which a transfer is faster than computing; None if it never is.
+    """
+
+    name: str
+    bytes_per_s: float
+    prefixes: tuple[tuple[int, float, float], ...]
+    break_even_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoleComparison:
     """Both ways on the same copies.
 
     Attributes:
         num_copies: at least two.
         transfer_bytes: bytes per prompt.
+        transports: ways to transfer prefixes.
     """
 
     lengths: SequenceLengths
@@ -201,6 +223,7 @@ class RoleComparison:
     mixed: Way
     apart: Way
     transfer_bytes: float
+    transports: tuple[PlannedTransport, ...] = ()
 
     @property
     def chooses_apart(self) -> bool:
@@ -232,6 +255,7 @@ def compare(
         _best(mixed(chunk) for chunk in chunks),
         _best(apart(chunk, number) for chunk in chunks for number in range(1, num_copies)),
         num_bytes,
+        tuple(model.transport(name, pool.max_num_batched_tokens) for name in ("grpc", "jax")),
     )
 
 
@@ -282,6 +306,22 @@ class _Model:
         num_links = roofline.num_devices * self.times.num_context_parts
         host_s = num_bytes / (num_links * roofline.hardware.host_bytes_per_s * ASSUMED.host_link_efficiency)
         return 2 * host_s + num_bytes / self.goals.network_bytes_per_s
+
+    def transport(self, name: str, chunk: int) -> PlannedTransport:
+        """Return what a transport takes for prefixes of several lengths, next to prefill on an idle copy."""
+        bytes_per_token = self.times.roofline.shape.kv_bytes_per_token
+        network = self.goals.network_bytes_per_s
+        host_s = (replace(self, lengths=SequenceLengths(1, 2)).transfer_s - bytes_per_token / network) / bytes_per_token
+        byte_s = 1 / network if name == "jax" else host_s + 1 / min(network, ASSUMED.grpc_bytes_per_s)
+
+        def seconds(num_tokens: int) -> tuple[int, float, float]:
+            model = replace(self, lengths=SequenceLengths(num_tokens, 2))
+            moved_s = ASSUMED.offer_s + num_tokens * bytes_per_token * byte_s
+            return num_tokens, moved_s, model._prompt_s(chunk, 0)
+
+        lengths = (16 << power for power in range(_MAX_BREAK_EVEN_POWER))
+        first = next((count for count, moved_s, computed_s in map(seconds, lengths) if moved_s < computed_s), None)
+        return PlannedTransport(name, 1 / byte_s, tuple(map(seconds, _PREFIXES)), first)
 
     def _decode_s(self, rows: int) -> float:
         return self.times.step_s(self._decoding(rows))
@@ -346,6 +386,7 @@ def lines(found: RoleComparison, goals: PlanGoals) -> list[str]:
         f"  a prompt's blocks are {found.transfer_bytes / 1e6:.1f} MB, transferred in {apart.transfer_s * 1e3:.1f} "
         f"ms at {goals.network_bytes_per_s * 8 / 1e9:g} Gbit/s between servers, which delays the second token",
     ]
+    text += [_transport_line(one) for one in found.transports]
     if not (mixed.requests_per_s or apart.requests_per_s):
         return [*text, "  choose: neither meets the goals"]
     gain = apart.requests_per_s / mixed.requests_per_s if mixed.requests_per_s else math.inf
@@ -355,6 +396,16 @@ def lines(found: RoleComparison, goals: PlanGoals) -> list[str]:
         what = "--role both"
     times = "only they meet the goals" if math.isinf(gain) else f"apart carries {gain:.2f} times as many requests"
     return [*text, f"  choose: {what}; {times}"]
+
+
+def _transport_line(transport: PlannedTransport) -> str:
+    times = ", ".join(
+        f"{count // 1024}k tokens {moved_s * 1e3:.1f} ms (computed {computed_s * 1e3:.1f})"
+        for count, moved_s, computed_s in transport.prefixes
+    )
+    least = transport.break_even_tokens
+    gain = "never faster than computing" if least is None else f"faster than computing from {least} tokens"
+    return f"  {transport.name}: {transport.bytes_per_s / 1e9:.2f} GB/s; {times}; {gain}"
 
 
 def _way_line(way: Way) -> str:

@@ -4,9 +4,11 @@ service.py         the operations: admit, generate, tokenize, abort, pin, load a
 calls.py           one call: caller, record for observers, and events from the engine thread to the reader
 loaded_model.py    the served model: engine, input processor, tokenizer, LoRA adapters, properties
 input_processor.py a caller's input -> a request that can run, also after tokens generated on another server
+prompt_embeds.py   input embeddings in place of a prompt's tokens, read from arrays and files of torch
 score_embed.py     calls that score and embed
 tokenizer.py       the tokenizer of a model's folder
 tokenizer_parts.py contents of the tokenizer's files, read without transformers if that gives the same result
+tiktoken_file.py   vocabularies in tiktoken's format
 kv_protocol.py     messages of a prefix transfer, and their receiver
 kv_transfer.py     save, load and fetch of prefixes
 roles.py           disaggregated prefill and decode servers

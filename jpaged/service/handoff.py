@@ -7,11 +7,11 @@ server sees them, independent of the protocol.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jpaged.engine.executor import BlockOffer
+from jpaged.engine.executor import ArrayPart, BlockOffer
 from jpaged.engine.output.processor import OutputState, RememberedTexts
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument
@@ -147,6 +147,33 @@ class BlockFormat:
     model_identity: bytes = b""
 
 
+KVPart = Sequence[BlockPiece] | BlockOffer
+"""Blocks of a prompt: pieces of them, or an offer of a data port."""
+_Numbers = Iterable[int]
+
+
+def build_offer(
+    source: tuple[int, str],
+    kind: tuple[str, _Numbers],
+    parts: Iterable[tuple[_Numbers, _Numbers]],
+    rows: tuple[_Numbers, _Numbers],
+    positions: Iterable[tuple[int, int]],
+    last_key: bytes,
+) -> BlockOffer:
+    """Return an offer of these fields: its number and address, type and shape, begin and shape of parts, and rows."""
+    return BlockOffer(
+        uuid=source[0],
+        address=source[1],
+        dtype=kind[0],
+        block_shape=tuple(kind[1]),
+        parts=tuple(ArrayPart(tuple(begin), tuple(shape)) for begin, shape in parts),
+        sizes=tuple(rows[0]),
+        num_rows=tuple(rows[1]),
+        positions=tuple(positions),
+        last_key=last_key,
+    )
+
+
 class PrefillAnswer(Protocol):
     """One computed prompt. The prefill server keeps its blocks until they are transferred or `close` is called.
 
@@ -160,7 +187,7 @@ class PrefillAnswer(Protocol):
     tokens: Sequence[FirstToken]
     num_cached_tokens: int
 
-    def parts(self) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
+    def parts(self) -> AsyncIterator[KVPart]:
         """Yield its blocks in pieces, or offers of a data port; raise JpagedError if they end early."""
 
     def finish_pull(self, uuid: int, *, is_received: bool) -> None:

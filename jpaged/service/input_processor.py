@@ -21,9 +21,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-from jpaged.chat import ChatOptions
+import numpy as np
+
+from jpaged.chat import ChatMessages, ChatOptions
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.output.processor import OutputState, RememberedTexts
@@ -50,6 +52,7 @@ from jpaged.types import (
     EmbeddedSpan,
     GivenEmbeds,
     LoadedAdapter,
+    PackedTokens,
     Pooling,
     PriorOutput,
     Prompt,
@@ -61,6 +64,7 @@ from jpaged.types import (
 )
 
 FIELD = "generated_token_ids"
+_Tokens = TypeVar("_Tokens", bound=Sequence[int])
 
 
 def check_generated(generated: Sequence[PriorOutput], sampling: SamplingParams) -> None:
@@ -217,14 +221,7 @@ class InputProcessor:
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
         thinking: ThinkingBudget | None = None
-        embeds: PromptEmbeds | None = None
-        if prompt.embeds is not None:
-            embeds = self._embeds(prompt.embeds, prompt, sampling)
-            token_ids = [0] * embeds.spans[-1].stop
-        else:
-            token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
-        if not token_ids:
-            raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        token_ids, embeds = self._inputs(prompt, sampling, cache_tenant)
         if prompt.fills_length:
             most = self._max_tokens(len(token_ids), sampling)
             if prompt.max_filled is not None:
@@ -246,7 +243,7 @@ class InputProcessor:
             sampling = sampling.with_seed(_derived_seed(self._seed, number))
         request = Request(
             request_id=request_id or f"request-{number}",
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=token_ids if isinstance(token_ids, PackedTokens) else tuple(token_ids),
             sampling=sampling,
             prompt=prompt.text,
             deadline_s=deadline_s,
@@ -305,6 +302,18 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
+    def _inputs(
+        self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str
+    ) -> tuple[Sequence[int], PromptEmbeds | None]:
+        """Return the tokens of a prompt, and the embeddings in place of some of them, if any."""
+        if prompt.embeds is not None:
+            embeds = self._embeds(prompt.embeds, prompt, sampling)
+            return [0] * embeds.spans[-1].stop, embeds
+        token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
+        if not token_ids:
+            raise InvalidArgument("prompt", "is empty: at least one token is needed")
+        return token_ids, None
+
     def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
         """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""
         from jpaged.service import prompt_embeds  # only if a request has some
@@ -315,7 +324,7 @@ class InputProcessor:
         values_te = prompt_embeds.read_embeds(given, self._geometry)
         kept, max_tokens = self._kept_part(prompt, sampling)
         values_te = values_te[kept]
-        self._check_length(len(values_te), sampling, max_tokens)
+        self._check_length(len(values_te), sampling, max_tokens, fills_length=prompt.fills_length)
         prompt_embeds.check_finite(values_te, self._geometry)
         return prompt_embeds.with_digests((EmbeddedSpan(0, values_te),), len(values_te), self._geometry.block_size)
 
@@ -330,7 +339,7 @@ class InputProcessor:
             return slice(None), max_tokens
         return (slice(num_kept) if prompt.truncation_side == "right" else slice(-num_kept, None)), max_tokens
 
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str) -> Sequence[int]:
         """Return the tokens of a prompt, truncated if requested, after checking that they fit into a sequence."""
         kept, max_tokens = self._kept_part(prompt, sampling)
         if prompt.token_ids is not None:
@@ -342,11 +351,11 @@ class InputProcessor:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
             owner = cache_tenant, sampling.cache_salt
-            token_ids = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
+            token_ids: Sequence[int] = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
         else:
             adds = prompt.add_special_tokens
             token_ids = self._text_ids("prompt", prompt.text or "", max_bytes, add_special_tokens=adds)
-        token_ids = token_ids[kept]
+        token_ids = token_ids if kept == slice(None) else token_ids[kept]
         self._check_length(len(token_ids), sampling, max_tokens, fills_length=prompt.fills_length)
         return token_ids
 
@@ -359,7 +368,7 @@ class InputProcessor:
         """
         max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
-            return self._chat_ids(prompt.messages, prompt.chat_options, max_bytes)
+            return list(self._chat_ids(prompt.messages, prompt.chat_options, max_bytes))
         return self._text_ids("text", prompt.text or "", max_bytes, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -447,7 +456,7 @@ class InputProcessor:
         options: ChatOptions,
         max_bytes: int,
         owner: tuple[str, str] | None = None,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return the ids of a conversation.
 
         Args:
@@ -457,7 +466,7 @@ class InputProcessor:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
-        messages = read_messages(messages)
+        messages = messages if isinstance(messages, ChatMessages) else read_messages(messages)
         if options.continue_final_message and not messages[-1]["content"] and messages[-1].get("tool_calls"):
             raise InvalidArgument("continue_final_message", "needs a last message whose content can be continued")
         num_bytes = messages_bytes(messages) + (options.num_bytes if options.is_laid_out else 0)
@@ -476,11 +485,11 @@ class InputProcessor:
             return self._known("chat.messages", self.tokenizer.chat_ids(plain, options, max_bytes=max_bytes))
         return self._known("chat.messages", self.tokenizer.apply_chat_template(plain, max_bytes=max_bytes))
 
-    def _known(self, field: str, token_ids: list[int]) -> list[int]:
+    def _known(self, field: str, token_ids: _Tokens) -> _Tokens:
         """Reject ids outside the model's vocabulary, which may be smaller than the tokenizer's."""
-        vocab_size = self._geometry.vocab_size
-        if token_ids and max(token_ids) >= vocab_size:
-            text = f"the tokenizer returned token {max(token_ids)}; the model has tokens from 0 to {vocab_size - 1}"
+        vocab_size, largest = self._geometry.vocab_size, _largest(token_ids)
+        if largest >= vocab_size:
+            text = f"the tokenizer returned token {largest}; the model has tokens from 0 to {vocab_size - 1}"
             raise InvalidArgument(field, text)
         return token_ids
 
@@ -581,6 +590,13 @@ def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, Sam
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
     return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
+
+
+def _largest(token_ids: Sequence[int]) -> int:
+    """Return the largest of several token ids; -1 for none."""
+    if isinstance(token_ids, PackedTokens) and token_ids:
+        return int(np.frombuffer(token_ids.packed, np.int32).max())
+    return max(token_ids, default=-1)
 
 
 def _get_logprobs_start(prompt: Prompt, sampling: SamplingParams) -> int | None:

@@ -276,10 +276,10 @@ class Receiving:
         """
         places = [BlockPosition(index, kv_group) for index, kv_group in positions]
         homes: list[int] = []
+        if len(set(places)) < len(places) or not self._seen.isdisjoint(places):
+            raise InvalidArgument("positions", "name a block twice")
+        self._seen.update(places)
         for place in places:
-            if place in self._seen:
-                raise InvalidArgument(f"blocks[{place.index}]", "is sent twice")
-            self._seen.add(place)
             is_ours = place.index < len(self._keys) and 0 <= place.kv_group < self._arriving.num_kv_groups
             is_known = is_ours and self._arriving.is_known(place)
             self.is_full = self.is_full or (is_ours and not is_known and not self._homes)

@@ -30,7 +30,7 @@ from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.types import EMBED_TYPES, EmbeddedSpan, GivenEmbeds, PromptEmbeds, widen_bfloat16
 
 FIELD = "prompt_embeds"
-_MAX_PICKLE_BYTES = 1 << 16
+_MAX_PICKLE_BYTES = 1 << 12
 _MAX_OTHER_BYTES = 1 << 16
 """Bytes of a file that are not numbers: names, checksums and the description."""
 _WIDEST = 8
@@ -97,7 +97,7 @@ def check_finite(values_te: NDArray[np.float32], geometry: Geometry) -> None:
 
 
 def with_digests(spans: Sequence[EmbeddedSpan], num_tokens: int, block_size: int) -> PromptEmbeds:
-    """Return the embeddings of a prompt of this length, with the digests of its blocks."""
+    """Return the embeddings of a prompt of this length, and a digest for each block."""
     digests = []
     embeds = PromptEmbeds(tuple(spans), ())
     for start in range(0, num_tokens, block_size):

@@ -395,6 +395,37 @@ def _check_block_size(transfer: KVTransfer, asked: RemotePrefillRequest) -> None
         raise InvalidArgument("block_size", problem)
 
 
+_MIN_RATED_BYTES = 1 << 20
+"""Smaller transfers are mostly latency, and change no rate."""
+_RATE_MEMORY = 0.8
+_RETRY_PORT_EACH = 16
+
+
+class TransferRates:
+    """Measured rates of both transports, which choose between them. Only large transfers count.
+
+    The data port is preferred, until blocks that were sent as pieces after a failure came faster. It is then tried
+    again for each 16th prompt.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_byte: dict[bool, float] = {}
+        self._num_without_port = 0
+
+    def record(self, num_bytes: int, seconds: float, *, is_port: bool) -> None:
+        """Add a transfer of a prompt's blocks."""
+        if num_bytes >= _MIN_RATED_BYTES:
+            last = self._s_per_byte.get(is_port, seconds / num_bytes)
+            self._s_per_byte[is_port] = _RATE_MEMORY * last + (1 - _RATE_MEMORY) * seconds / num_bytes
+
+    def choose_port(self) -> bool:
+        """Return True if the next prompt's blocks are to be pulled from a data port."""
+        if len(self._s_per_byte) < 2 or self._s_per_byte[True] <= self._s_per_byte[False]:
+            return True
+        self._num_without_port += 1
+        return self._num_without_port % _RETRY_PORT_EACH == 0
+
+
 class DecodeRole:
     """Sends prompts to prefill servers.
 
@@ -408,6 +439,7 @@ class DecodeRole:
         self._blocks = BlockFormat(b"", 0)
         self._port: BlockPort | None = None
         self._pull_timeout_s = 0.0
+        self._rates = TransferRates()
         self._workers = BlockingPools()
         self._arrivings: dict[str, PrefixImport] = {}
         # By engine id, for requests with a reserved slot that the engine has not received: the rest of the request
@@ -525,7 +557,10 @@ class DecodeRole:
         if wait_s <= 0:
             raise DeadlineExceeded("no time is left to ask a prefill server")
         whole_s = wait_s + options.transfer_timeout
-        return await self._servers.ask(request, num_known, self._blocks, wait_s, whole_s)
+        blocks = self._blocks
+        if self._port is not None and not self._rates.choose_port():
+            blocks = dataclasses.replace(blocks, data_protocol="")
+        return await self._servers.ask(request, num_known, blocks, wait_s, whole_s)
 
     async def _publish_token(
         self, model: LoadedModel, request: Request, answer: PrefillAnswer, generation: AdmittedCall, began_s: float
@@ -550,8 +585,8 @@ class DecodeRole:
         self, model: LoadedModel, coming: _PendingTransfer, homes: Sequence[int], answer: PrefillAnswer, wait_s: float
     ) -> None:
         """Transfer the blocks that the peer has. Count why blocks are missing; the engine computes them."""
-        counts = model.role_counts
-        arriving = coming.arriving
+        counts, clock, began_s = model.role_counts, model.engine.clock, model.engine.clock()
+        arriving, moved = coming.arriving, {True: 0, False: 0}
         most = len(arriving.chain.keys) * arriving.num_kv_groups  # some blocks that arrive may already be here
         receiving = Receiving(arriving, most, arriving.chain.keys)
         receiving.give(homes)
@@ -566,9 +601,12 @@ class DecodeRole:
                     else:
                         await self._workers.run(functools.partial(receiving.take, part), _BIG)
                         num_bytes = sum(len(piece.contents) for piece in part)
+                    moved[isinstance(part, BlockOffer)] += num_bytes
                     counts.add(num_blocks_received=receiving.num_blocks - num_before, num_bytes_received=num_bytes)
                     if receiving.is_full:
                         return
+            if not all(moved.values()):
+                self._rates.record(sum(moved.values()), clock() - began_s, is_port=moved[True] > 0)
             num_written = receiving.num_blocks - receiving.num_known
             if num_written < len(homes):
                 counts.add(num_blocks_missing=len(homes) - num_written)

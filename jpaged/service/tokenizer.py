@@ -35,7 +35,6 @@ import re
 import secrets
 import sys
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +49,9 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate
+from jpaged.service.tiktoken_file import TIKTOKEN_FILE, byte_letters
 from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
+from jpaged.types import PackedTokens
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Noncharacters: reserved for internal use, and not trimmed or changed by templates."""
@@ -167,7 +168,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         kinds = {step["type"] for step in _steps(tokenizer.decoder, "decoders")}
         self._tokenizer = tokenizer
-        self._bytes = _byte_letters() if "ByteLevel" in kinds else {}
+        self._bytes = byte_letters() if "ByteLevel" in kinds else {}
         self._has_fallback = "ByteFallback" in kinds
         self._context = [found for name in _CONTEXTS if (found := tokenizer.token_to_id(name)) is not None][:1]
 
@@ -186,13 +187,6 @@ class TokenBytes:
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False)) if token_ids else ""
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the letters of byte-level vocabularies: printable bytes map to themselves, others to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
@@ -257,13 +251,13 @@ class SegmentCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: dict[str, OrderedDict[tuple[str, str], array[int]]] = {}
+        self._entries: dict[str, OrderedDict[tuple[str, str], PackedTokens]] = {}
         self._tenant_bytes: dict[str, int] = {}
         self.num_bytes = 0
 
-    def find(self, tenant: str, salt: str, texts: Sequence[str]) -> dict[str, array[int]]:
+    def find(self, tenant: str, salt: str, texts: Sequence[str]) -> dict[str, PackedTokens]:
         """Return the ids of the texts that are cached."""
-        found: dict[str, array[int]] = {}
+        found: dict[str, PackedTokens] = {}
         with self._lock:
             entries = self._entries.get(tenant, OrderedDict())
             for text in texts:
@@ -272,7 +266,7 @@ class SegmentCache:
                     found[text] = ids
         return found
 
-    def add(self, tenant: str, salt: str, ids_of_texts: Mapping[str, array[int]]) -> None:
+    def add(self, tenant: str, salt: str, ids_of_texts: Mapping[str, PackedTokens]) -> None:
         """Store the ids of texts; one that would take more than a quarter of the cache is not stored."""
         with self._lock:
             for text, ids in ids_of_texts.items():
@@ -297,12 +291,12 @@ class SegmentCache:
 
 _MAX_SEGMENTS = 1 << 15
 """Parts above which a text is tokenized as a whole: four for each of the most messages that a conversation may have."""
-_ENTRY_BYTES = 250
-"""Overhead of an entry: its key, and its place in the dictionary."""
+_ENTRY_BYTES = 400
+"""Overhead of an entry: its key, the fields of its ids, and its place in the dictionary."""
 
 
-def _entry_bytes(salt: str, text: str, ids: array[int]) -> int:
-    return sys.getsizeof(text) + sys.getsizeof(salt) + sys.getsizeof(ids) + _ENTRY_BYTES
+def _entry_bytes(salt: str, text: str, ids: PackedTokens) -> int:
+    return sys.getsizeof(text) + sys.getsizeof(salt) + sys.getsizeof(ids) + len(ids.packed) + _ENTRY_BYTES
 
 
 class SegmentedTokenizer:
@@ -318,13 +312,14 @@ class SegmentedTokenizer:
         self._fast = fast
         self._boundary = re.compile(_alternatives(boundaries) if boundaries else r"(?!)")
         self._cache = cache
+        self._ids: dict[int, int] = {}
 
     def split(self, text: str) -> list[str]:
         """Return the parts of a text; the concatenation of their ids are the ids of the text."""
         starts = [found.start() for found in self._boundary.finditer(text)]
         return [text[a:b] for a, b in zip([0, *starts], [*starts, len(text)], strict=True) if a < b]
 
-    def encode(self, text: str, tenant: str, salt: str) -> list[int]:
+    def encode(self, text: str, tenant: str, salt: str) -> PackedTokens:
         """Return the ids of a text without the special tokens that the tokenizer adds.
 
         Raises:
@@ -332,19 +327,18 @@ class SegmentedTokenizer:
         """
         parts = self.split(text)
         if len(parts) > _MAX_SEGMENTS:
-            return _encode(self._fast, _MESSAGES, text, add_special_tokens=False)
+            return PackedTokens(_encode(self._fast, _MESSAGES, text, add_special_tokens=False))
         known = self._cache.find(tenant, salt, parts)
         missing = list(dict.fromkeys(part for part in parts if part not in known))
         if missing:
             encoded = _encode_all(self._fast, _MESSAGES, missing, add_special_tokens=False)
-            new = {part: array("i", ids) for part, ids in zip(missing, encoded, strict=True)}
+            # One object for each id: an entry has 12 bytes a token, not 40, and none is made or freed for a prompt.
+            shared = self._ids.setdefault
+            new = {part: PackedTokens(map(shared, ids, ids)) for part, ids in zip(missing, encoded, strict=True)}
             known |= new
             if len(parts) > 1:  # a text without a boundary is found again only if it is repeated as a whole
                 self._cache.add(tenant, salt, new)
-        token_ids: list[int] = []
-        for part in parts:
-            token_ids.extend(known[part])
-        return token_ids
+        return PackedTokens.join(map(known.__getitem__, parts))
 
 
 _MAX_BOUNDARIES = 256
@@ -405,13 +399,14 @@ def _alternatives(words: Sequence[str]) -> str:
     return f"{re.escape(words[0][:num_shared])}(?:{'|'.join(map(_alternatives, branches.values()))})"
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", TIKTOKEN_FILE)
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _SENTENCEPIECE_FILE = "tokenizer.model"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_FILE_BYTES = {
     "tokenizer.json": 1 << 28,
     "tokenizer.model": 1 << 28,
+    TIKTOKEN_FILE: 1 << 28,
     "vocab.json": 1 << 27,
     "merges.txt": 1 << 27,
     "vocab.txt": 1 << 27,
@@ -430,8 +425,8 @@ _SHORT = 2000
 """Characters or tokens that take 1 ms. The Rust tokenizer holds the GIL for a single text, but not for a batch."""
 
 
-_MAX_SEGMENT_BYTES = 64 << 20
-"""Size of the cache of conversations' token ids: about 8 bytes a token, so 270 conversations of 30,000 tokens."""
+_MAX_SEGMENT_BYTES = 128 << 20
+"""Size of the cache of conversations' token ids: about 16 bytes a token, so 270 conversations of 30,000 tokens."""
 
 
 class TemplateSettings(NamedTuple):
@@ -651,7 +646,7 @@ class HuggingFaceTokenizer:
 
     def cached_chat_ids(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int, tenant: str, salt: str
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return what `chat_ids` does; tokenize only the parts of the text that the tenant has not sent with the salt.
 
         The whole text is tokenized for requests that add special tokens, or that bring a template.

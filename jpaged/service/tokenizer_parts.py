@@ -1,6 +1,7 @@
 """The parts of a tokenizer, read from a model's folder by `tokenizers` alone, or by transformers.
 
     tokenizer.json, a config that adds nothing to it    tokenizers       10 ms
+    tiktoken.model of Kimi                              tokenizers       2 s
     anything else                                       transformers     1 s, and 3 s if torch is installed
 
 Code from a model's folder is never run: trust_remote_code stays off.
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jpaged.service.tiktoken_file import TIKTOKEN_CLASS, TIKTOKEN_FILE, read_tiktoken
 
 _TOKENIZER_FILE, _CONFIG_FILE, _TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -73,7 +76,7 @@ def read_parts(folder: Path) -> TokenizerParts:
         Exception: the libraries have no error type, and panics in Rust are not even an `Exception`.
     """
     with _without_marks(folder) as plain:
-        return _read_plain(plain) or _read_by_transformers(plain)
+        return _read_plain(plain) or _read_tiktoken(plain) or _read_by_transformers(plain)
 
 
 @contextmanager
@@ -111,8 +114,27 @@ def _read_plain(folder: Path) -> TokenizerParts | None:
 
     fast = Tokenizer.from_file(str(folder / _TOKENIZER_FILE))
     named = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
-    if not _adds_nothing(config, fast, named):
+    return _build_parts(folder, config, fast, named) if _adds_nothing(config, fast, named) else None
+
+
+def _read_tiktoken(folder: Path) -> TokenizerParts | None:
+    """Return the parts of a vocabulary of tiktoken; None if there is none, or another file that has a tokenizer."""
+    config, path = _json_object(folder / _CONFIG_FILE), folder / TIKTOKEN_FILE
+    if config.get("tokenizer_class") != TIKTOKEN_CLASS or not path.is_file() or (folder / _TOKENIZER_FILE).is_file():
         return None
+    from tokenizers import AddedToken
+
+    added = {
+        int(token_id): AddedToken(flags["content"], special=bool(flags.get("special", True)), normalized=False)
+        for token_id, flags in config.get("added_tokens_decoder", {}).items()
+    }
+    tokens = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
+    named = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    return _build_parts(folder, config, read_tiktoken(path, added), named)
+
+
+def _build_parts(folder: Path, config: Mapping[str, Any], fast: Any, named: Mapping[str, str]) -> TokenizerParts | None:
+    """Return the parts with a folder's chat template; None if transformers must choose from several."""
     template = config.get("chat_template")
     if (folder / _TEMPLATE_FILE).is_file():
         template = (folder / _TEMPLATE_FILE).read_text(encoding="utf-8")

@@ -656,7 +656,7 @@ class FakeExecutor:
         Raises:
             InternalError: a state is not that of the tokens before the step, and the row has not ended.
         """
-        written = {}
+        written: dict[int, np.int64] = {}
         for row in range(inputs.num_rows):
             begin, end = inputs.query_starts_s1[row], inputs.query_starts_s1[row + 1]
             if begin == end:

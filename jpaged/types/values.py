@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from array import array
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, get_args
@@ -352,6 +353,30 @@ class LoRARequest:
         return self.lora_path
 
 
+class PackedTokens(tuple[int, ...]):
+    """Token ids that are kept as bytes as well, so that hashing or checking them needs no loop over integers.
+
+    Attributes:
+        packed: the ids as int32, in the machine's byte order.
+    """
+
+    packed: bytes
+
+    def __new__(cls, token_ids: Iterable[int], packed: bytes | None = None) -> PackedTokens:
+        made = super().__new__(cls, token_ids)
+        made.packed = array("i", made).tobytes() if packed is None else packed
+        return made
+
+    @classmethod
+    def join(cls, parts: Iterable[PackedTokens]) -> PackedTokens:
+        """Return the ids of several parts."""
+        token_ids, packed = list[int](), list[bytes]()
+        for part in parts:
+            token_ids += part
+            packed.append(part.packed)
+        return cls(token_ids, b"".join(packed))
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request as the engine accepts it: tokenized, validated, with a seed.
@@ -693,7 +718,14 @@ class RequestOutput:
     @property
     def kv_transfer_params(self) -> None:
         """None: a request names no blocks of another server; vLLM's field."""
-        return None
+
+    @property
+    def encoder_prompt(self) -> None:
+        """None: no model has an encoder and a decoder; vLLM's field."""
+
+    @property
+    def encoder_prompt_token_ids(self) -> None:
+        """None, as `encoder_prompt`."""
 
     @property
     def weight_version(self) -> str:

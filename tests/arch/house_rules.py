@@ -103,12 +103,13 @@ OPTIONAL: dict[str, set[str]] = {
     "inspector": VALUES | {"service", "http", "access"},
     "inspector.cli": VALUES | {"inspector", "cli", "client"},
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
+    "tunix": VALUES | {"llm", "checkpoints.hub", "checkpoints.names"},
 }
 OPTIONAL_HOOKS = {"jpaged/cli/main.py", "jpaged/http/app.py"}
 MAY_IMPORT |= OPTIONAL
 
 # Where a library may be imported; what is not listed may be imported anywhere.
-_ARRAYS = {"device", "models", "checkpoints", "kernels"}
+_ARRAYS = {"device", "models", "checkpoints", "kernels", "tunix"}
 _WIRE = {"client", "server", "route", "peers", "_proto"}
 LIBRARY_HOMES: dict[str, set[str]] = {
     **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "orbax"), _ARRAYS),
@@ -120,6 +121,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "smg_grpc_proto": {"server"},
     "llguidance": {"service"},
     "lm_eval": {"evaluation"},
+    "tunix": {"tunix"},
     "pyarrow": {"client"},
     "ray": set(),
     "torch": set(),

@@ -436,10 +436,7 @@ def test_notes_are_lines_of_standard_error(capsys):
             "--prefill-context-parallel-size: 2 is not supported, only 1: contexts are split for prefill and decode; "
             "the nearest option is --context-parallel-size",
         ),
-        (
-            "--enable-prompt-embeds",
-            "--enable-prompt-embeds: this flag of vLLM is not supported: prompts are text or token ids",
-        ),
+        ("--enable-prompt-adapter", "--enable-prompt-adapter: this flag of vLLM is not supported: adapters are"),
         ("--grpc-port 1", "the nearest option is --http-port"),
         ('--reasoning-config {"a":1}', "--reasoning-config: this flag of vLLM is not supported: reasoning has no"),
         ("--hf-overrides {", "--hf-overrides: { is not JSON"),

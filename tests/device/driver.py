@@ -12,7 +12,10 @@ from jpaged.engine.executor import Detail, Executor, Geometry, SamplingInputs, S
 
 @dataclass
 class Sequence:
-    """Tokens, how many of them are in the pool, and the blocks that they lie in, one KV group after the other."""
+    """Tokens, how many of them are in the pool, and the blocks that they lie in, one KV group after the other.
+
+    With recurrent state it has a slot for that, and one for each draft token.
+    """
 
     tokens: list[int]
     prompt_len: int
@@ -22,6 +25,7 @@ class Sequence:
     top_p: float = 1.0
     seed: int = 0
     adapter: int = 0
+    states: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -43,14 +47,24 @@ class Driver:
     def __post_init__(self) -> None:
         self.geometry: Geometry = self.executor.geometry
         self.free: list[int] = (self.rng.permutation(self.geometry.num_blocks) + 1).tolist()
+        self.free_states = list(range(1, self.geometry.num_state_slots + 1)) if self.geometry.state_bytes else []
 
     def sequence(self, prompt: list[int], **how: float) -> Sequence:
         num_blocks = len(self.geometry.windows) * self.geometry.max_blocks_per_seq
         blocks, self.free = self.free[:num_blocks], self.free[num_blocks:]
-        return Sequence(list(prompt), len(prompt), blocks, **how)  # type: ignore[arg-type]
+        num_states = 1 + self.geometry.num_speculative_tokens
+        states, self.free_states = self.free_states[:num_states], self.free_states[num_states:]
+        return Sequence(list(prompt), len(prompt), blocks, states=states, **how)  # type: ignore[arg-type]
 
     def release(self, sequence: Sequence) -> None:
         self.free += sequence.blocks
+        self.free_states += sequence.states
+
+    def keep_state(self, sequence: Sequence, slot: int) -> None:
+        """Go on with the state in one of a sequence's slots."""
+        if sequence.states:
+            place = sequence.states.index(slot)
+            sequence.states[0], sequence.states[place] = slot, sequence.states[0]
 
     def run(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> StepOutputs:
         outputs = self.executor.collect(self.start(rows, detail=detail))
@@ -72,8 +86,10 @@ class Driver:
         is_prev_sampled = np.zeros(t, np.bool_)
         starts, kv_lens = np.full(s + 1, num_tokens, np.int32), np.zeros(s, np.int32)
         tables = np.zeros((len(geometry.windows), s, geometry.max_blocks_per_seq), np.int32)
+        states_sw = np.zeros((s, 1 + geometry.num_speculative_tokens), np.int32)
         begin = 0
         for i, row in enumerate(rows):
+            states_sw[i, : len(row.sequence.states)] = row.sequence.states
             sequence = row.sequence
             starts[i], kv_lens[i] = begin, sequence.num_computed + row.num_tokens
             tables[:, i] = np.reshape(sequence.blocks, (len(tables), -1))
@@ -104,9 +120,10 @@ class Driver:
             num_rows=len(rows),
             num_tokens=num_tokens,
             num_runs=0,
-            state_sources_s=np.zeros(s, np.int32),
-            state_slots_s=np.zeros(s, np.int32),
+            state_sources_s=states_sw[:, 0],
+            state_slots_s=states_sw[:, 0],
             is_draft_s=np.zeros(s, np.bool_),
+            draft_slots_sk=states_sw[:, 1:],
         )
 
     def sampling(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> SamplingInputs:

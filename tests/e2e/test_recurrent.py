@@ -1,4 +1,4 @@
-"""Recurrent state after random forks, preemptions, cuts and aborts: every answer equals the one without a cache.
+"""Recurrent state after random forks, preemptions, cuts, drafts and aborts: answers equal those without a cache.
 
 Greedy answers are held against passes that recompute the whole sequence, without a pool or a state. Sampled answers and
 searches are held against the same request alone.
@@ -6,6 +6,9 @@ searches are held against the same request alone.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +22,18 @@ from hypothesis import strategies as st
 from jpaged import TokensPrompt
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
+from jpaged.engine.engine import Engine
+from jpaged.engine.speculative.draft_model import DraftModelSpeculation
+from jpaged.engine.speculative.drafter import SpecDecodeController
 from jpaged.errors import InvalidArgument
 from jpaged.models.hf_config import from_hf
 from jpaged.models.layer_kinds import count_state_bytes
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.types import SamplingParams
-from tests.e2e.rig import open_llm, random_prompts
-from tests.e2e.sharing_rig import Rig, make_executor
+from tests.e2e.rig import engine_of, open_llm, random_prompts
+from tests.e2e.sharing_rig import VOCAB_SIZE, Rig, make_executor
+from tests.engine.proposing import Always, Guesses, InTurn
 from tests.models import dense
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.parity import cases
@@ -41,6 +48,7 @@ KINDS = {
     "beams": SamplingParams(beam_width=3, n=3, max_tokens=NUM_TOKENS),
 }
 PROMPTS = random_prompts([1, 2, 3, 7, 8, 9, 24, 41], seed=3)
+NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,6 +83,31 @@ def served(
     executor.shutdown()
 
 
+def draft(rig: Rig, served: Served) -> Always:
+    """Run drafts that are mostly right, whether or not that pays."""
+    assert isinstance(rig.engine, Engine)
+    drafting = rig.engine._loop._drafter
+    assert isinstance(drafting, SpecDecodeController)
+    drafting._proposer = Guesses(lambda: itertools.chain.from_iterable(served.known.values()), VOCAB_SIZE)
+    drafting._adaptation = always = Always(4)
+    return always
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_drafts_leave_the_state_of_the_last_accepted_token(served: Served, is_cached: bool) -> None:
+    """In mixed batches and chunks, with samples that share a state, and with checkpoints in the way."""
+    kinds = ("greedy", "seeded", "three", "told", "greedy", "seeded", "three", "greedy")
+    want = [served.alone(kind, prompt) for prompt, kind in enumerate(kinds)]
+    rig = Rig(served.executor, enable_prefix_caching=is_cached, speculative_config=NGRAM)
+    always = draft(rig, served)
+    for _ in range(2):
+        answers = [rig.submit(PROMPTS[prompt], KINDS[kind]) for prompt, kind in enumerate(kinds)]
+        load = rig.run()
+        assert [answer.sequences for answer in answers] == want
+    assert load.speculation.num_draft_tokens > always.num_accepted > 30
+
+
 jobs = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, len(PROMPTS) - 1), st.integers(0, 20), st.booleans())
 
 
@@ -91,15 +124,17 @@ def test_requests_alone_equal_passes_without_a_cache(served: Served) -> None:
     num_tokens=st.sampled_from([8, 11, 32]),
     overlap=st.booleans(),
     is_cached=st.booleans(),
+    is_drafted=st.booleans(),
 )
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_fork_preemption_cut_or_abort_changes_a_token(
+def test_no_fork_preemption_cut_draft_or_abort_changes_a_token(
     served: Served,
     work: list[tuple[str, int, int, bool]],
     num_blocks: int,
     num_tokens: int,
     overlap: bool,
     is_cached: bool,
+    is_drafted: bool,
 ) -> None:
     mode = "swap" if is_cached else "recompute"
     options: dict[str, Any] = {
@@ -107,8 +142,11 @@ def test_no_fork_preemption_cut_or_abort_changes_a_token(
         "enable_prefix_caching": is_cached,
         "preemption_mode": mode,
         "num_host_blocks": 30,
+        "speculative_config": NGRAM if is_drafted else None,
     }
     rig = Rig(served.executor, num_blocks=num_blocks, max_num_batched_tokens=num_tokens, **options)
+    if is_drafted:
+        draft(rig, served)
     answers = []
     for index, (kind, prompt, num_steps, aborts) in enumerate(work):
         answers.append((kind, prompt, aborts, rig.submit(PROMPTS[prompt], KINDS[kind])))
@@ -172,3 +210,42 @@ def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> N
     for name, value in (("enable_lora", True), ("context_parallel_size", 2)):
         with pytest.raises(InvalidArgument, match=f"{name}: is {value}, but Lfm2ForCausalLM has recurrent state"):
             open_llm(folder, **{**options, "data_parallel_size": 1, name: value}).__enter__()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nemotron_h_moe", {}),
+        ("mamba2", {"num_blocks": 20}),
+        ("granitemoehybrid_rope", {"tensor_parallel_size": 2}),
+        ("lfm2_moe", {"enable_prefix_caching": False}),
+    ],
+)
+def test_rounds_of_a_draft_model_keep_the_state_of_the_last_accepted_token(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The draft has the vocabulary of the model, and knows nothing of it."""
+    case, small = tiny_case(name), tiny_case("llama_mha")
+    folder = write_checkpoint(case, tmp_path / name)
+    config = {**small.config, "vocab_size": case.config["vocab_size"], "max_position_embeddings": 256}
+    of_draft = write_checkpoint(dataclasses.replace(small, config=config), tmp_path / "draft")
+    sizes = {"skip_tokenizer_init": True, "num_blocks": 96, "block_size": 8, "max_model_len": 128, "max_num_seqs": 8}
+    sizes["max_num_batched_tokens"] = 64
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    params = [dataclasses.replace(KINDS[("greedy", "seeded")[index % 2]], max_tokens=30) for index in range(8)]
+    params[3] = dataclasses.replace(KINDS["three"], max_tokens=9)
+    with open_llm(folder, **sizes) as llm:
+        want = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
+    speculation = {"method": "draft_model", "model": str(of_draft), "num_speculative_tokens": 2}
+    with open_llm(folder, **{**sizes, **options}, speculative_config=speculation) as llm:
+        rounds = engine_of(llm)._loop._drafter
+        assert isinstance(rounds, DraftModelSpeculation)
+        rounds._rule = rule = InTurn(3, 0, 1, 16)
+        for _ in range(2):
+            got = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
+            assert got == want
+        assert rule.num_dispatches > 3
+        load = llm.load()
+        assert load.num_state_slots >= 8 + 8 * 2
+        assert load.num_preemptions > 0 or "num_blocks" not in options

@@ -178,9 +178,9 @@ def test_max_tokens_of_none_fills_the_context(open_model: Open) -> None:
 @pytest.mark.parametrize(
     ("prompt", "error", "problem"),
     [
-        ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds is not supported"),
+        ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds: the server was started without"),
         ({"prompt": "a", "multi_modal_data": {}}, Unsupported, "multi_modal_data is not supported"),
-        ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt and prompt_token_ids"),
+        ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt, prompt_token_ids, "),
     ],
 )
 def test_other_prompts_are_refused_by_name(open_model: Open, prompt: Any, error: type, problem: str) -> None:
@@ -392,7 +392,9 @@ def test_configurations_have_vllms_names(open_model: Open) -> None:
     with pytest.raises(AttributeError, match=r"llm_engine\.model_executor does not exist in jpaged: .*LLMEngine"):
         _ = engine.model_executor
     assert not hasattr(model, "hf_config")
-    assert llm.generate([IDS], GREEDY)[0].kv_transfer_params is None
+    (output,) = llm.generate([np.array(IDS)], GREEDY)
+    assert output.prompt_token_ids == tuple(IDS)
+    assert (output.kv_transfer_params, output.encoder_prompt, output.encoder_prompt_token_ids) == (None, None, None)
 
 
 async def test_pooled_prompts_may_have_the_length_of_the_model(open_model: Open) -> None:

@@ -313,6 +313,74 @@ def test_an_array_that_is_deleted_during_an_update_does_not_end_the_engine(
         assert llm.update_weights(folder) == "1" and outputs_of(llm) == before
 
 
+class CountingBar:
+    """A progress bar that releases a semaphore after every so many finished requests."""
+
+    def __init__(self, every: int) -> None:
+        self.turns = threading.Semaphore(0)
+        self.postfix = ""
+        self._every, self._num_done = every, 0
+
+    def __call__(self, **unused: Any) -> CountingBar:
+        return self
+
+    def update(self, count: int) -> None:
+        self._num_done += count
+        if self._num_done % self._every == 0:
+            self.turns.release()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_updates"),
+    [pytest.param(400, 8, marks=pytest.mark.long), pytest.param(10_000, 50, marks=pytest.mark.deep)],
+)
+def test_every_token_of_many_requests_is_of_the_version_that_is_reported(
+    tmp_path: Path, num_requests: int, num_updates: int
+) -> None:
+    folder = write_model("llama_mha", tmp_path / "model")
+    weights = [load_file(folder / FILE), write_other(folder, tmp_path / "other")]
+    weights.append({name: tensor * np.float32(1.25) for name, tensor in weights[1].items()})
+    shared, rng = random_prompts([17])[0], np.random.default_rng(1)
+    prompts = [[*shared[: int(rng.integers(9, 18))], int(rng.integers(3, 40))] for _ in range(num_requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    bar, outputs = CountingBar(num_requests // (num_updates + 1)), []
+    with open_llm(folder, **SIZES, num_scheduler_steps=2) as llm:
+        given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        caller = threading.Thread(target=lambda: outputs.extend(llm.generate(given, params, use_tqdm=bar)))
+        caller.start()
+        for number in range(1, num_updates + 1):
+            assert bar.turns.acquire(timeout=600)
+            llm.update_weights(weights[number % 3], version=number)
+        caller.join(600)
+        assert [list(output.prompt_token_ids) for output in outputs] == prompts  # none is lost
+        wanted: list[dict[tuple[int, ...], tuple[int, ...]]] = [{}, {}, {}]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            begin, (sample,) = 0, output.outputs
+            for run in sample.weight_versions:
+                of_run = sample.token_ids[begin : begin + run.num_tokens]
+                known = (*prompt, *sample.token_ids[:begin])
+                same = wanted[int(run.version) % 3].setdefault((*known, -run.num_tokens), of_run)
+                assert same == of_run
+                begin += run.num_tokens
+            assert begin == 6
+        versions = [{run.version for run in output.outputs[0].weight_versions} for output in outputs]
+        assert set.union(*versions) == {str(number) for number in range(num_updates + 1)}
+        assert any(len(found) > 1 for found in versions)
+        assert sum(output.usage.cached_tokens > 0 for output in outputs) > num_requests // 2
+        for which, of_weights in enumerate(wanted):
+            llm.update_weights(weights[which])
+            contexts = list(of_weights)
+            singles = generate(
+                llm,
+                [context[:-1] for context in contexts],
+                [SamplingParams(temperature=0.0, max_tokens=-context[-1], ignore_eos=True) for context in contexts],
+            )
+            assert [one.token_ids for one in singles] == [of_weights[context] for context in contexts]
+
+
 @pytest.mark.long
 def test_the_partial_rollout_of_the_page_continues_with_each_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,9 @@ async def test_bytes_that_are_no_http_are_told_so(sent: bytes) -> None:
         reader, writer = await opened(harness)
         writer.write(sent)
         head, _, body = (await rest(reader)).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["param"] == "request"
+        error = json.loads(body)["error"]
+        assert head.startswith(b"HTTP/1.1 400") and error["param"] == "request"
+        assert ("gRPC clients connect to the port of --port" in error["message"]) == sent.startswith(b"PRI")
         writer.close()
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.engine.executor import MAX_STATE_DRAFTS
 from jpaged.kernels.recurrence import (
     BLOCK_LEN,
     SHORT_LEN,
@@ -260,7 +261,7 @@ def test_blocks_equal_the_recurrence_if_channels_decay_between_nothing_and_all(s
     parts[3] = np.exp(-np.minimum(np.exp(rng.normal(0, 4, parts[3].shape)), 80)).astype(np.float32)
     state = rng.normal(size=(1, *STATE)).astype(np.float32)
     o, after = step("channels", parts, state, [0, len(parts[0])], 160, KERNELS["blocks"])
-    expected, expected_state = delta_rule(*parts, state[0])
+    expected, expected_state = delta_rule(*parts, state=state[0])
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())
 
@@ -311,6 +312,10 @@ def test_all_states_are_read_before_one_is_written(name: str) -> None:
         np.testing.assert_allclose(after[0, slot], expected_state, rtol=1e-4, atol=1e-5)
 
 
+def test_a_sequence_with_drafts_is_computed_all_at_once() -> None:
+    assert MAX_STATE_DRAFTS == SHORT_LEN - 1
+
+
 DRAFT_LENS = [1, 1, 1, 2, 0, 1, 1, 1, 1]
 IS_DRAFT = [False, True, True, False, False, False, True, True, True]
 DRAFT_SOURCES, DRAFT_SLOTS = [1, 1, 1, 2, 0, 3, 3, 3, 3], [1, 4, 5, 2, 0, 6, 7, 3, 8]
@@ -342,10 +347,10 @@ def test_drafts_leave_the_state_after_each_token_in_a_slot(rule: str, name: str)
         return np.asarray(o), np.asarray(carry.states[0])
 
     o, after = run(parts, draft_rows(kernel), states)
-    begin, before = 0, np.zeros(0)
+    begin, before, one_slot = 0, states[:, :2], jnp.ones(1, jnp.int32)
     for length, is_draft, source, slot in zip(DRAFT_LENS, IS_DRAFT, DRAFT_SOURCES, DRAFT_SLOTS, strict=True):
         before = before if is_draft else states[:, [source] * 2]
-        one = RecurrentRows.of(jnp.asarray([0, length]), jnp.zeros(1, bool), *jnp.ones((2, 1), int), length, kernel)
+        one = RecurrentRows.of(jnp.asarray([0, length]), one_slot < 0, one_slot, one_slot, length, kernel)
         if length:
             expected, state = run([x[begin : begin + length] for x in parts], one, before)
             atol = 0 if kernel.backend != "blocks" else 1e-5

@@ -25,6 +25,8 @@ class MtpCase:
             which a checkpoint repeats, if it does.
         sparse: what makes a model of one layer have the layer's kind.
         state_first: in the input of the projection.
+        outer: prefix of the norms and the projection; None for that of the layer.
+        norm_offset: what norms add to their weights.
     """
 
     case: TinyCase
@@ -37,6 +39,13 @@ class MtpCase:
     )
     sparse: Mapping[str, object] = dataclasses.field(default_factory=dict)
     state_first: bool = False
+    outer: str | None = None
+    norm_offset: float = 0.0
+
+    @property
+    def outer_prefix(self) -> str:
+        """That of the norms and the projection."""
+        return self.prefix if self.outer is None else self.outer
 
     @property
     def num_layers(self) -> int:
@@ -62,7 +71,7 @@ class MtpCase:
             for name, array in found.items()
             if name.startswith(last)
         }
-        token_norm, state_norm, projection, norm = (f"{self.prefix}{name}.weight" for name in self.names)
+        token_norm, state_norm, projection, norm = (f"{self.outer_prefix}{name}.weight" for name in self.names)
         for name in (token_norm, state_norm, norm):
             layer[name] = tensor(self.made, name, (self.width,))
         layer[projection] = tensor(self.made, projection, (self.width, 2 * self.width))
@@ -97,4 +106,15 @@ def mtp_cases() -> dict[str, MtpCase]:
         made = tiny_case(name)
         case = TinyCase(name, {**made.config, **counted}, made.prompt_len)
         cases[name] = MtpCase(case, made, f"model.layers.{made.config['num_hidden_layers']}.", sparse=sparse)
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        made = tiny_case(name)
+        case = TinyCase(name, {**made.config, "mtp_num_hidden_layers": 1}, made.prompt_len)
+        full: Mapping[str, object] = {"layer_types": ["full_attention"], "mlp_only_layers": []}
+        full = {key: value for key, value in full.items() if key in made.config or key == "layer_types"}
+        cases[name] = MtpCase(
+            *(case, made, "mtp.layers.0.", names, (), full),
+            outer="mtp.",
+            norm_offset=1.0,
+        )
     return cases

@@ -17,7 +17,7 @@ from jpaged.device.mesh import MODEL_AXIS
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
-from jpaged.models.families.deepseek import DeepseekConfig
+from jpaged.models.families.deepseek.config import DeepseekConfig
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.layer_kinds import count_state_bytes, get_stacks, group_kinds
 from jpaged.models.registry import find_family

@@ -7,6 +7,7 @@ from tests.mutation.planting import Fault
 LIVES = ("test_lives.py",)
 DRAFTING = ("speculative/test_drafting.py",)
 ROUNDS = ("speculative/test_rounds.py",)
+STATES = ("kv_cache/test_state_checkpoints.py", "kv_cache/test_state_slots.py")
 
 DRAFT_FAULTS = (
     Fault(
@@ -103,7 +104,7 @@ DRAFT_FAULTS = (
     Fault(
         "rows do not advance after draft-model rounds",
         "results.py",
-        "            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1)\n",
+        "            self.scheduler.drafts.ran(decodes.groups[row], decodes.sequences[row], count - 1, slot)\n",
         "            pass\n",
         ROUNDS,
     ),
@@ -113,5 +114,54 @@ DRAFT_FAULTS = (
         "        self._num_reported[sequence] = len(sequence.token_ids)\n",
         "        self._num_reported[sequence] = num_told\n",
         DRAFTING,
+    ),
+    Fault(
+        "the recurrent state of a rejected draft token is kept",
+        "speculative/drafts.py",
+        "state_slot = kv.draft_slots[num_accepted - 1] if num_accepted else kv.state_slot",
+        "state_slot = kv.draft_slots[-1]",
+        STATES,
+    ),
+    Fault(
+        "the recurrent state does not advance over accepted draft tokens",
+        "speculative/drafts.py",
+        "state_slot = kv.draft_slots[num_accepted - 1] if num_accepted else kv.state_slot",
+        "state_slot = kv.state_slot",
+        STATES,
+    ),
+    Fault(
+        "the recurrent state does not advance in draft-model rounds",
+        "results.py",
+        "slot = rounds.state_slots_r.item(row)",
+        "slot = decodes.sequences[row].kv.state_slot",
+        STATES,
+    ),
+    Fault(
+        "a decoding row reads the recurrent state before its accepted draft tokens",
+        "scheduler/decode_batch.py",
+        "            self._state_sources_s[row] = sequence.kv.state_slot\n",
+        "            pass\n",
+        STATES,
+    ),
+    Fault(
+        "a draft token with recurrent state continues the row of another sequence",
+        "speculative/drafts.py",
+        "            schedule.place_drafts()\n",
+        "            pass\n",
+        STATES,
+    ),
+    Fault(
+        "the slots for recurrent state of rejected draft tokens are kept",
+        "kv_cache/blocks.py",
+        "            self._drop(kv.state_slot if draft == slot else draft)\n",
+        "            pass\n",
+        STATES,
+    ),
+    Fault(
+        "a draft token takes the recurrent state of a pinned prefix",
+        "kv_cache/blocks.py",
+        "for key, slot in self._checkpoints.items() if not self._pins[key])",
+        "for key, slot in self._checkpoints.items())",
+        STATES,
     ),
 )

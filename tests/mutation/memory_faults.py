@@ -29,6 +29,27 @@ MEMORY_FAULTS = (
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
+        "the block hash ignores input embeddings",
+        "kv_cache/blocks.py",
+        "    if any(digests):",
+        "    if any(digests[1:0]):",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "a block of input embeddings is matched in part by its placeholders",
+        "kv_cache/prefix_cache.py",
+        "self._tokens_at(sequence, index) if is_of_tokens else ())",
+        "self._tokens_at(sequence, index))",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "a step drops the last of its input embeddings",
+        "scheduler/output.py",
+        "embeds.iter_rows(row.start, row.start + row.num_tokens)",
+        "embeds.iter_rows(row.start, row.start + row.num_tokens - 1)",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
         "the version of the weights is missing from the block hash",
         "sequence.py",
         "request.cache_tenant, adapter_digest, weights)",
@@ -100,9 +121,23 @@ MEMORY_FAULTS = (
     Fault(
         "a prompt finds the prefixes of another device",
         "kv_cache/prefix_cache.py",
-        "self._caches[leader.kv.rank].match(",
-        "self._caches[0].match(",
+        "leader, num_full), self._caches[leader.kv.rank]",
+        "leader, num_full), self._caches[0]",
         RANKS,
+    ),
+    Fault(
+        "a prompt finds blocks that have been evicted since",
+        "kv_cache/prefix_cache.py",
+        "asked = (leader.kv.rank, cache.num_changes, limit, parent, rest, leader.kv.digests)",
+        "asked = (leader.kv.rank, limit, parent, rest, leader.kv.digests)",
+        ("kv_cache/test_prefixes.py",),
+    ),
+    Fault(
+        "later blocks are hashed from the first tokens",
+        "kv_cache/blocks.py",
+        "self._packed[4 * begin : 4 * end]",
+        "self._packed[: 4 * (end - begin)]",
+        ("kv_cache/test_prefixes.py",),
     ),
     Fault(
         "a device gets more tokens than its part of a step holds",

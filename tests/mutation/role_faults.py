@@ -6,6 +6,7 @@ from tests.mutation.planting import Fault
 
 DAMAGE, GOINGS, PREFIXES = ("travel/test_damage.py",), ("travel/test_goings.py",), ("travel/test_prefixes.py",)
 DISK = ("travel/test_disk.py",)
+DATA_PORT = ("roles/test_data_port.py",)
 ROLES, ENDS, BETWEEN = ("roles/test_roles.py",), ("roles/test_ends.py",), ("roles/test_between.py",)
 
 ROLE_FAULTS = (
@@ -138,15 +139,15 @@ ROLE_FAULTS = (
     Fault(
         "a prefill server accepts another KV fingerprint",
         "service/roles.py",
-        "if kv_identity != self._identity:",
-        "if False:",
+        "if kv_identity == self._identity:",
+        "if True:",
         ROLES,
     ),
     Fault(
         "a prefill server does not require the control role",
         "access/authenticator.py",
-        '"jpaged.v1.PrefillService": {"Prefill": _PEER},',
-        '"jpaged.v1.PrefillService": {"Prefill": _INFERENCE},',
+        '"jpaged.v1.PrefillService": {"Prefill": _PEER, "FinishPull": _PEER},',
+        '"jpaged.v1.PrefillService": {"Prefill": _INFERENCE, "FinishPull": _PEER},',
         BETWEEN,
     ),
     Fault(
@@ -155,6 +156,27 @@ ROLE_FAULTS = (
         "if request.adapter_digest != asked.adapter_digest:",
         "if False:",
         BETWEEN,
+    ),
+    Fault(
+        "a pull is not bound to the tokens of its offer",
+        "service/roles.py",
+        "if offer.block_shape[1] == self._blocks.block_size and keys",
+        "if False and keys",
+        DATA_PORT,
+    ),
+    Fault(
+        "an offer of a call that has ended is not withdrawn",
+        "service/roles.py",
+        "            self.port.withdraw(uuid)",
+        "            pass",
+        DATA_PORT,
+    ),
+    Fault(
+        "a pull has no timeout",
+        "service/roles.py",
+        "            if asyncio.get_running_loop().time() > until_s:",
+        "            if False:",
+        DATA_PORT,
     ),
     Fault(
         "a prefill server generates more than one token",
@@ -166,8 +188,8 @@ ROLE_FAULTS = (
     Fault(
         "a prefill server sends blocks that the caller has",
         "service/roles.py",
-        "PrefillKVExport(transfer, chain, asked.num_known, put)",
-        "PrefillKVExport(transfer, chain, 0, put)",
+        "transfer.leave(chain, asked.num_known, is_hurried=True)",
+        "transfer.leave(chain, 0, is_hurried=True)",
         ROLES,
     ),
     Fault(

@@ -39,6 +39,10 @@ def test_every_case_has_a_golden_file_and_every_file_a_case() -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+QUICK_MODELS = ("gemma3", "gemma4_text")
+"""Windows, and keys that layers share."""
+
+
 def read_model(name: str) -> dict[str, Any]:
     """A model's answers, whose tokens can be compared."""
     golden = cases.read(name)
@@ -49,7 +53,10 @@ def read_model(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.long] * (name != "gemma3")) for name, case in cases.MODELS.items()],
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name not in QUICK_MODELS))
+        for name, case in cases.MODELS.items()
+    ],
 )
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: TinyCase, tmp_path: Path) -> None:
     golden = read_model(case.name)

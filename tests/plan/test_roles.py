@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.hardware import Hardware
-from jpaged.plan.cost import ModelShape, Roofline, StepLoad
+from jpaged.plan.cost import ASSUMED, ModelShape, Roofline, StepLoad
 from jpaged.plan.estimate import (
     MIN_GAIN,
     ConcurrencyLimits,
@@ -149,3 +149,18 @@ def _holds(way: Way, one: RoleComparison, goals: PlanGoals) -> None:
         * TIMES.step_s(StepLoad.prompts(way.chunk_tokens, one.lengths.input_len))
     )
     assert prompts_s <= (way.num_prefill or way.num_decode) * (1 + 1e-9)
+
+
+def test_transports_have_the_length_from_which_they_beat_computing() -> None:
+    """Data ports take the network alone: 100 kB a token over 12.5 GB/s; gRPC is bound by a core."""
+    grpc, jax = found().transports
+    assert (grpc.name, jax.name, jax.bytes_per_s) == ("grpc", "jax", pytest.approx(12.5 * GB))
+    assert [count for count, _, _ in jax.prefixes] == [2048, 8192, 32768]
+    assert jax.prefixes[1][1] == pytest.approx(ASSUMED.offer_s + 8192 * 1e5 / (12.5 * GB))
+    assert grpc.prefixes[1][1] > 8192 * 1e5 / ASSUMED.grpc_bytes_per_s
+    assert jax.break_even_tokens is not None
+    assert grpc.break_even_tokens is None or grpc.break_even_tokens >= jax.break_even_tokens
+    slow = found(goals=PlanGoals(10.0, 10.0, 1e3)).transports[1]
+    assert slow.break_even_tokens is None
+    (line,) = [line for line in lines(found(), LOOSE) if line.startswith("  jax: ")]
+    assert f"faster than computing from {jax.break_even_tokens} tokens" in line

@@ -1,5 +1,6 @@
 """A conversation is tokenized in parts, and every part once: the ids are those of the whole text."""
 
+import random
 import threading
 from array import array
 from functools import cache
@@ -9,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from jpaged.chat import ChatOptions
+from jpaged.chat import ChatOptions, build_chat_options
 from jpaged.demo import FOLDER
+from jpaged.engine.kv_cache.blocks import block_key, root_block_hash
+from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import InvalidArgument
+from jpaged.service.chat.formats import parser_for
+from jpaged.service.chat.output_config import ChatOutputConfig
+from jpaged.service.chat.template import for_template, read_messages
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.tokenizer import (
     HuggingFaceTokenizer,
@@ -21,7 +27,7 @@ from jpaged.service.tokenizer import (
     find_boundaries,
 )
 from jpaged.testing import FakeExecutor
-from jpaged.types import Prompt, SamplingParams
+from jpaged.types import PackedTokens, Prompt, SamplingParams
 
 TEXTS = ["Hello there, how are you?", " a  b\n\nc", "né 你好 🙂", "user assistant system", "1234 <|x> |> \t x", "▁ a▁b"]
 ROLES = ("<|start|>", "<|end|>", "<s>", "</s>")
@@ -139,7 +145,7 @@ def test_the_ids_are_those_of_the_whole_text(kind):
         parts = segmented.split(text)
         assert "".join(parts) == text
         for _ in range(2):
-            assert segmented.encode(text, "", "") == whole(tokenizer, text)
+            assert [*segmented.encode(text, "", "")] == whole(tokenizer, text)
 
     check()
 
@@ -173,7 +179,7 @@ def test_the_ids_are_those_of_many_whole_texts(kind):
     @settings(max_examples=400)
     @given(st.one_of(conversations(kind), st.text(max_size=30)))
     def check(text):
-        assert segmented.encode(text, "", "") == whole(tokenizer, text)
+        assert [*segmented.encode(text, "", "")] == whole(tokenizer, text)
 
     check()
 
@@ -239,7 +245,7 @@ def turns(*contents):
 
 def ids_of(tokenizer, messages, tenant="", salt="", **options):
     ids = tokenizer.cached_chat_ids(messages, ChatOptions(**options), max_bytes=1 << 20, tenant=tenant, salt=salt)
-    assert ids == tokenizer.chat_ids(messages, ChatOptions(**options), max_bytes=1 << 20)
+    assert [*ids] == tokenizer.chat_ids(messages, ChatOptions(**options), max_bytes=1 << 20)
     return ids
 
 
@@ -280,6 +286,82 @@ def test_a_request_names_its_tenant_and_salt_and_other_calls_leave_nothing(count
         assert len(texts) == num_new
 
 
+DROPPING = (
+    "{%- set last = namespace(index=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set last.index = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for tool in tools or [] -%}<|user|>{{ tool | tojson }}<|endoftext|>{%- endfor -%}"
+    "{%- for m in messages -%}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}"
+    "{%- if m.reasoning_content and loop.index0 > last.index -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}"
+    "{{- m.content or '' -}}{%- for call in m.tool_calls or [] -%}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|endoftext|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+WORDS = ("Hi", " there", "é\n", "你好", " 42", "<|user|>", "<|endof", "text|>", "</think>", " a  b", "None")
+TOOLS = [{"type": "function", "function": {"name": f"tool_{i}", "description": "é" * i}} for i in range(3)]
+
+
+class RandomTalk:
+    """A conversation that grows, and in which earlier messages change."""
+
+    def __init__(self, number):
+        self.random = random.Random(number)
+        self.messages = []
+        self.tools = self.random.choice([[], TOOLS[:1], TOOLS])
+
+    def text(self):
+        return "".join(self.random.choices(WORDS, k=self.random.randint(1, 12)))
+
+    def advance(self):
+        draw = self.random.random()
+        if self.messages and draw < 0.15:
+            self.random.choice(self.messages)["content"] = self.text()
+        elif len(self.messages) > 2 and draw < 0.25:
+            del self.messages[self.random.randint(1, len(self.messages) - 1) :]
+        elif draw < 0.3:
+            self.tools = self.random.choice([[], TOOLS[:1], TOOLS])
+        self.messages.append({"role": "user", "content": self.text()})
+        for call_id in map(str, range(self.random.choice([0, 0, 1, 2]))):
+            arguments = self.random.choice([{"n": 2**70}, {"text": self.text()}, "{broken", ""])
+            function = {"name": "tool_0", "arguments": arguments}
+            answer = {"content": self.random.choice([None, self.text()]), "tool_calls": [{"function": function}]}
+            self.messages.append({"role": "assistant", "reasoning_content": self.text(), **answer})
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": self.text()})
+
+    def answer(self):
+        self.messages.append({"role": "assistant", "content": self.text(), "reasoning": self.text()})
+
+
+@pytest.fixture(scope="module")
+def dropping():
+    tokenizer = HuggingFaceTokenizer(FOLDER, chat_template=DROPPING)
+    geometry = FakeExecutor(max_model_len=1 << 14, num_blocks=1 << 12, vocab_size=4096).geometry
+    return tokenizer, InputProcessor(
+        tokenizer, geometry, answering=ChatOutputConfig(tokenizer, parser_for(DROPPING, "Qwen3ForCausalLM"))
+    )
+
+
+@pytest.mark.parametrize("numbers", [range(4), pytest.param(range(200), marks=pytest.mark.long)])
+def test_conversations_have_the_ids_and_block_hashes_that_they_have_without_caches(dropping, numbers):
+    tokenizer, processor = dropping
+    for number in numbers:
+        talk, salt, tenant = RandomTalk(number), f"{number % 2}", f"{number % 3}"
+        for _ in range(4):
+            talk.advance()
+            options = build_chat_options(tools=talk.tools)
+            prompt, sampling = Prompt(messages=talk.messages, chat_options=options), SamplingParams(cache_salt=salt)
+            request = processor.make_request(request_id="", prompt=prompt, sampling=sampling, cache_tenant=tenant)
+            plain = for_template(read_messages(talk.messages), max_bytes=1 << 20)
+            wanted = tokenizer.chat_ids(plain, options, max_bytes=1 << 20)
+            assert [*request.prompt_token_ids] == wanted
+            assert request.prompt_token_ids.packed == array("i", wanted).tobytes()
+            leader = SequenceGroup(request, 0, 0.0, lambda event: None, 1 << 12).live[0]
+            keys = [root_block_hash(salt, tenant)]
+            for begin in range(0, len(wanted) - 15, 16):
+                keys.append(block_key(keys[-1], wanted[begin : begin + 16]))
+            assert leader.kv.keys(leader.token_ids, len(wanted) // 16, 16) == keys[1:]
+            talk.answer()
+
+
 def test_a_chat_with_added_special_tokens_or_its_own_template_is_tokenized_whole():
     tokenizer = HuggingFaceTokenizer(FOLDER, trusts_request_templates=True)
     ids_of(tokenizer, turns("Hi"), add_special_tokens=True)
@@ -312,19 +394,19 @@ def test_a_part_that_cannot_be_tokenized_is_the_callers_fault():
 
 
 def entry(text, num_ids=10):
-    return {text: array("i", range(num_ids))}
+    return {text: PackedTokens(range(num_ids))}
 
 
 def test_the_cache_is_bounded_and_the_oldest_entry_goes_first():
-    cache = SegmentCache(2000)
+    cache = SegmentCache(4000)
     for text in "abcd":
         cache.add("", "", entry(text))
     cache.find("", "", ["a"])
     each = cache.num_bytes // 4
-    while cache.num_bytes + each <= 2000:
+    while cache.num_bytes + each <= 4000:
         cache.add("", "", entry(f"{cache.num_bytes}"))
     cache.add("", "", entry("z"))
-    assert cache.num_bytes <= 2000
+    assert cache.num_bytes <= 4000
     assert set(cache.find("", "", ["a", "b", "z"])) == {"a", "z"}
     cache.add("", "", entry("long", 200))
     assert not cache.find("", "", ["long"])
@@ -335,7 +417,7 @@ def test_a_tenant_that_floods_the_cache_loses_only_its_own_entries():
     cache.add("small", "", entry("a"))
     for number in range(100):
         cache.add("large", f"salt {number}", entry("a"))
-    assert cache.find("small", "", ["a"])["a"].tolist() == list(range(10))
+    assert cache.find("small", "", ["a"])["a"] == tuple(range(10))
     assert cache.num_bytes <= 4000
     cache.add("none", "", entry("long", 1000))
     assert set(cache._entries) == set(cache._tenant_bytes) == {"small", "large"}
@@ -350,7 +432,7 @@ def test_threads_share_a_cache():
     found = {}
 
     def run(name):
-        found[name] = [segmented.encode(text, name, "") for text in texts]
+        found[name] = [[*segmented.encode(text, name, "")] for text in texts]
 
     threads = [threading.Thread(target=run, args=(name,)) for name in "abc"]
     for thread in threads:

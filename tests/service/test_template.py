@@ -5,13 +5,13 @@ import signal
 import subprocess
 
 import pytest
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, RequestTooLong, Unavailable
-from jpaged.service.chat.__main__ import remember_safe_attributes
+from jpaged.service.chat.__main__ import read_members_fast, remember_safe_attributes
 from jpaged.service.chat.sandbox import TemplateProcess, _TemplateChild
 from jpaged.service.chat.template import ChatTemplate
 
@@ -199,3 +199,51 @@ def test_a_remembered_check_answers_as_jinjas_own():
         for _ in range(2):
             with pytest.raises(SecurityError):
                 remembering.from_string("{{ " + unsafe + ".x }}").render()
+
+
+MEMBERS = (
+    "{{ m.content }}{{ m.missing }}{{ m.missing is defined }}{{ m.content is string }}{{ m['content'] }}",
+    "{{ m.items is callable }}",
+    "{% for k, v in m.items() %}{{ loop.index0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ k }}{% endfor %}",
+    "{{ m.get('content') }}{{ m.keys() | list }}{{ m.nested.deep.er }}{{ m.nested.gone.further }}",
+    "{{ m.missing.further }}",
+    "{{ m.__class__ }}{{ m.__class__.__mro__ }}",
+    "{{ m.update({}) }}",
+    "{{ m.pop('content') }}",
+    "{{ m.values is callable }}{{ m.copy().content }}",
+    "{% for c in m.content recursive %}{{ loop.depth }}{{ loop.nextitem }}{{ loop.previtem }}{% endfor %}",
+    "{% for c in 'ab' %}{{ loop.__class__ }}{{ loop._iterator }}{{ loop.changed }}{{ loop.cycle(1, 2) }}{% endfor %}",
+    "{{ '{0.__class__}'.format(m) }}{{ m['for' ~ 'mat'] }}{{ m.format }}",
+    "{% set ns = namespace(a=1) %}{% set ns.a = m.nested %}{{ ns.a.deep.er }}{{ ns.b }}",
+    "{{ (m | attr('content')) }}{{ m.0 }}{{ m.nested | map(attribute='deep') | list }}",
+)
+
+
+def outcome(environment, source):
+    message = {"content": "hi", "nested": {"deep": {"er": "x"}}, "items": "own", "format": "f", "update": 1}
+    try:
+        return environment.from_string(source).render(m=message)
+    except (TemplateError, TypeError, AttributeError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("source", MEMBERS)
+def test_members_that_are_read_fast_are_those_that_jinja_reads(source):
+    class Fast(ImmutableSandboxedEnvironment):
+        pass
+
+    remember_safe_attributes(Fast)
+    read_members_fast(Fast)
+    assert outcome(Fast(), source) == outcome(ImmutableSandboxedEnvironment(), source)
+
+
+def test_a_conversation_may_have_values_that_are_rare_in_json(process):
+    source = (
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.arguments.n if m.tool_calls }};{% endfor %}"
+    )
+    arguments = {"n": 2**70, "x": 1.5}
+    function = {"name": "f", "arguments": arguments}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+    assert made(process, source, messages) == f"hi;{2**70};"
+    arguments["n"] = -(2**63)
+    assert made(process, source, messages) == f"hi;{-(2**63)};"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -264,4 +266,72 @@ def test_a_tokenizer_model_of_another_library_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgument, match=r"tokenizer\.model is not a SentencePiece model: add the tokenizer\.json"
     ):
+        load_tokenizer(tmp_path, vocab_size=300)
+
+
+def write_tiktoken(folder: Path) -> dict[bytes, int]:
+    """Writes Kimi's files with a vocabulary trained on a few words; returns the numbers of its tokens."""
+    numbers = {bytes([byte]): byte for byte in range(256)}
+    words = ["hello", " hello", "HELLO", " world", "low", "lower", "\u4e2d\u6587", "abcabc", "'ll", "  ", "12", "..."]
+    for word in map(str.encode, words):
+        for end in range(2, len(word) + 1):
+            numbers.setdefault(word[:end], len(numbers))
+        numbers.setdefault(word[-2:], len(numbers))
+    lines = (f"{base64.b64encode(token).decode()} {number}\n" for token, number in numbers.items())
+    (folder / "tiktoken.model").write_text("".join(lines))
+    first = len(numbers)
+    added = {first: "[BOS]", first + 1: "[EOS]", first + 2: "<|im_end|>"}
+    config = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "added_tokens_decoder": {str(i): {"content": content, "special": True} for i, content in added.items()},
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "chat_template": "{{ messages[0].content }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return numbers
+
+
+def join_by_number(piece: bytes, numbers: dict[bytes, int]) -> list[int]:
+    """Joins the pair whose result has the lowest number, the first of these, until none is left."""
+    parts = [piece] if piece in numbers else [bytes([byte]) for byte in piece]
+    while True:
+        pairs = [(numbers[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in numbers]
+        if not pairs:
+            return [numbers[part] for part in parts]
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def test_a_vocabulary_of_tiktoken_is_read_without_code_of_the_folder(tmp_path: Path) -> None:
+    """Pieces are those of Kimi's pattern: Han apart from other letters, endings with their word, three digits."""
+    numbers = write_tiktoken(tmp_path)
+    pieces = [
+        *("hello", " world", " lower", "\u4e2d\u6587", "abcabc", " HELLO", "123", "45", " ..."),
+        *(" he'll", "\n\n", "  ", " caf\u00e9", "\U0001f642", "!"),
+    ]
+    tokenizer = load_tokenizer(tmp_path, vocab_size=1000)
+    text = "".join(pieces)
+    expected = [number for piece in pieces for number in join_by_number(piece.encode(), numbers)]
+    assert tokenizer.encode(text, add_special_tokens=True) == expected
+    assert tokenizer.decode(expected) == text
+    parts, first = read_parts(tmp_path), len(numbers)
+    assert parts.fast.encode("hello<|im_end|>").ids == [*join_by_number(b"hello", numbers), first + 2]
+    assert parts.fast.encode(f"<|reserved_token_{first + 255}|>").ids == [first + 255]
+    assert (parts.vocab_size, parts.eos_token_id, parts.special_tokens["bos_token"]) == (
+        first + 256,
+        first + 1,
+        "[BOS]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [("IQ==", "line 2 must be"), ("? 1", "line 2 must be"), ("IQ== 7", "must number its tokens from 0")],
+)
+def test_a_broken_vocabulary_of_tiktoken_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    write_tiktoken(tmp_path)
+    (tmp_path / "tiktoken.model").write_text(f"IQ== 0\n{line}\n")
+    with pytest.raises(InvalidArgument, match=rf"tiktoken\.model.*{problem}"):
         load_tokenizer(tmp_path, vocab_size=300)

@@ -50,7 +50,7 @@ from jpaged.bench.metrics import (
     parse_percentiles,
     summarize,
 )
-from jpaged.cli.options import add_credential_flags
+from jpaged.cli.options import add_credential_flags, to_flag
 from jpaged.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ Measure a server under load from the client's side: time to first token, time pe
 
     jpaged bench serve                                              starts a server of the demo model
     jpaged bench serve --target localhost:50051 --request-rate 4 8 16 inf --plot rates.png
-    jpaged bench serve --backend openai --base-url http://127.0.0.1:8000 --tokenizer ./model --output-json peer.json
+    jpaged bench serve --port 8000 --tokenizer ./model --output-json peer.json          an OpenAI-compatible server
     jpaged bench serve --model ./model -- --max-num-seqs 64         flags of `jpaged serve` follow after --
 
 Flags (except their defaults) and result keys are vLLM's, so that `jpaged bench compare` and other tools can read both.
@@ -75,6 +75,9 @@ Conversations start at the request rate. A trace is sent at its recorded times u
 """
 
 _MAX_SHOWN_ERRORS = 3
+_SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_PORTS = {"jpaged": 50051}
+_HTTP_PORT = 8000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--backend", choices=BACKENDS, default="jpaged", help="API of the server (default: jpaged, gRPC)"
+        "--backend",
+        "--endpoint-type",
+        choices=(*BACKENDS, "vllm"),
+        help="API of the server; vllm: openai (default: openai with --base-url, --host or --port, else jpaged, gRPC)",
     )
     group.add_argument(
         "--target",
@@ -105,6 +111,11 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="URL of an OpenAI-compatible server (default: http://127.0.0.1:8000)",
     )
+    group.add_argument("--host", help="host of the server, instead of --base-url or --target (default: 127.0.0.1)")
+    group.add_argument(
+        "--port", type=int, metavar="N", help="port of the server at --host (default: 8000; 50051 for jpaged)"
+    )
+    group.add_argument("--served-model-name", metavar="MODEL", help="name of the model to request (default: --model)")
     group.add_argument(
         "--endpoint", metavar="PATH", help="path of the API (default: /v1/completions or /v1/chat/completions)"
     )
@@ -154,6 +165,11 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--temperature", type=float, default=0.0, metavar="N", help="sampling temperature (default: 0, greedy)"
     )
+    for name in _SAMPLING:
+        kind = int if name == "top_k" else float
+        group.add_argument(to_flag(name), type=kind, metavar="N", help=f"{name} of requests to an OpenAI backend")
+    for name in ("--trust-remote-code", "--disable-tqdm"):
+        group.add_argument(name, action="store_true", help="has no effect; a flag of vLLM")
 
 
 def _add_result_flags(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the numbers of every run; return 1 if a request failed."""
     from jpaged.bench.cli.servers import connect  # imports an HTTP client and the hub's
 
+    _find_server(arguments)
     options, load = dataset_from(arguments), _loads(arguments)
     _check(arguments)
     if options.dataset_name in SESSION_DATASETS and arguments.backend != "jpaged" and options.prompt_format == "ids":
@@ -209,6 +226,34 @@ def run(arguments: argparse.Namespace) -> int:
         ]
     _save(arguments, served, options, dict(zip(map(results.speed_word, load), runs, strict=True)))
     return 1 if any(result["failed"] for result in runs) else 0
+
+
+def _find_server(arguments: argparse.Namespace) -> None:
+    """Replace the flags of vLLM's benchmark by those that they stand for.
+
+    Raises:
+        InvalidArgument: two of them conflict, or one is not supported by the backend.
+    """
+    host, port = arguments.host, arguments.port
+    is_named = host is not None or port is not None
+    backend = arguments.backend or ("openai" if is_named or arguments.base_url is not None else "jpaged")
+    arguments.backend = "openai" if backend == "vllm" else backend
+    is_ours = arguments.backend == "jpaged"
+    if is_named:
+        name = "target" if is_ours else "base_url"
+        if getattr(arguments, name) is not None:
+            flag = "--host" if port is None else "--port"
+            raise InvalidArgument(flag, f"conflicts with {to_flag(name)}: give only one of them")
+        port = _PORTS.get(arguments.backend, _HTTP_PORT) if port is None else port
+        require_range("--port", port, 1, 65535)
+        host = host or "127.0.0.1"
+        address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        setattr(arguments, name, address if is_ours else f"http://{address}")
+    arguments.model = arguments.served_model_name or arguments.model
+    sampling = {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
+    if sampling and is_ours:
+        raise InvalidArgument(to_flag(next(iter(sampling))), "works only with an OpenAI backend")
+    arguments.extra_body = {**sampling, **arguments.extra_body}
 
 
 def _loads(arguments: argparse.Namespace) -> list[ArrivalProcess]:

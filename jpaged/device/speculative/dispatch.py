@@ -46,9 +46,9 @@ class Reached:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class DraftStates:
-    """Slots of the recurrent states of the rows: a round writes the state after each of its tokens to another one.
+    """Slots of recurrent state of each row: a round writes the state after each token to another slot.
 
-    slots       4  5  6       the row's own, and those of its draft tokens
+    slots       4  5  6       the row's own, and those for draft tokens
     round 1     w  w  w       two tokens are accepted: 5 is the state
     slots       5  4  6
     round 2     w  w  w       reads 5

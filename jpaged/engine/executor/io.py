@@ -273,7 +273,7 @@ class Geometry:
             multiple of block_size; 0 without checkpoints.
         num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
-        embed_width: width of input embeddings that a step takes in place of tokens (E); 0 if it takes none.
+        embed_width: width of input embeddings, which may replace tokens of a step (E); 0 without any.
         embed_max: largest absolute value of these.
     """
 
@@ -716,11 +716,11 @@ class StepInputs:
         num_runs: runs in use, which cover the rows in use; 0 if no two rows share a prefix.
         num_tokens: tokens in use.
         state_sources_s: slot from which each row's recurrent state is read; unused by a row that begins its sequence.
-            A row with a draft token has that of its sequence's row.
+            A row with a draft token has the one that the sequence's row has.
         state_slots_s: slot to which it is written; 0 beyond num_rows, and for rows without tokens.
         is_draft_s: with recurrent state: the row has a draft token, and continues the row before it.
-        draft_slots_sk: with recurrent state: slots for the states after the draft tokens of rounds; 0 where a row may
-            not sample as many tokens. None for other dispatches.
+        draft_slots_sk: with recurrent state: slots for the states after the draft tokens of rounds; 0 for tokens beyond
+            those that a row may sample. None for other dispatches.
         poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
         pair_starts_s: position of the first token of each row's second text; the row's length without one.
         is_embed_t: the input is a row of embeds_te, not a token; None if the geometry takes no embeddings.

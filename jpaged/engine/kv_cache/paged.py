@@ -57,7 +57,7 @@ class BlockDemand:
             if match is None:
                 needed += most
                 continue
-            num_free_matched = sum(map(self._pool.is_free, match.block_ids[kv_group]))
+            num_free_matched = self._pool.count_free(match.block_ids[kv_group])
             all_in_all = WindowSpec(reach.block_size).num_blocks(leader.num_prompt_tokens, lens)
             needed += min(most, all_in_all - match.num_blocks + num_free_matched)
         return needed

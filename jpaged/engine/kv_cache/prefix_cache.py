@@ -84,6 +84,7 @@ class BlockHashIndex:
 
     Attributes:
         marks: [N + 1] 1 if the block is cached; a copy of the index for readers of all blocks at once.
+        num_changes: number of insertions and removals.
 
     Args:
         reaches: attention window of each KV group.
@@ -107,6 +108,7 @@ class BlockHashIndex:
         self._states = states
         self._changes = KVEventRecorder() if changes is None else changes
         self.marks = bytearray(num_blocks + 1) if marks is None else marks
+        self.num_changes = 0
         self._reaches = reaches
         self._block_size = reaches[0].block_size
         self._blocks: dict[BlockHash, int] = {}
@@ -138,9 +140,12 @@ class BlockHashIndex:
         """
         before_last = keys[: (len(token_ids) - 1) // self._block_size]
         num_without_state = num_usable(before_last, self._reaches, self._blocks.__contains__)
-        num_blocks = num_usable(before_last[:num_without_state], self._reaches, self._blocks.__contains__, self._states)
+        num_blocks = num_without_state
+        if self._states is not None:
+            before_last = before_last[:num_without_state]
+            num_blocks = num_usable(before_last, self._reaches, self._blocks.__contains__, self._states)
         block_ids = tuple(
-            [self._blocks[key] for key in _keys_of_group(keys, reach.seen(num_blocks), group)]
+            [*map(self._blocks.__getitem__, _keys_of_group(keys, reach.seen(num_blocks), group))]
             for group, reach in enumerate(self._reaches)
         )
         if self._states is not None:
@@ -205,6 +210,7 @@ class BlockHashIndex:
         if key is None:
             return None
         self.marks[block_id] = 0
+        self.num_changes += 1
         del self._blocks[key]
         if self._changes.is_on:
             self._changes.removed("device", key)
@@ -222,6 +228,7 @@ class BlockHashIndex:
             return False
         self._blocks[key] = block_id
         self._keys[block_id] = key
+        self.num_changes += 1
         self.marks[block_id] = 1
         return True
 
@@ -272,10 +279,8 @@ def _num_visible(
         if reach.num_seen is not None:
             windows.append((kv_group, reach))
         end = num_blocks if reach.num_seen is None else min(num_blocks, reach.num_sinks)
-        for index, key in enumerate(_keys_of_group(keys, range(end), kv_group)):
-            if not is_known(key):
-                num_blocks = index
-                break
+        num_known = len(list(takewhile(is_known, _keys_of_group(keys, range(end), kv_group))))
+        num_blocks = num_known if num_known < end else num_blocks
     # A gap that is visible from the end of a prefix is visible from every later end too: the prefix ends there.
     for index in range(num_blocks - 1, -1, -1):
         seen = [kv_group for kv_group, reach in windows if reach.first_block(num_blocks) <= index]
@@ -392,19 +397,31 @@ class PrefixCacheManager:
         self.cache = self._caches[0]
         self._pinned: dict[Hashable, BlockTable] = {}
         self._pinned_keys: dict[Hashable, BlockHash] = {}  # of recurrent states
+        self._last_match: tuple[tuple[object, ...], PrefixMatch] | None = None
 
     # --- admission ------------------------------------------------------------------------------------------------
 
     def match(self, group: SequenceGroup) -> PrefixMatch:
-        """Return the cached blocks of the tokens that a group's leader has to compute."""
+        """Return the cached blocks of the tokens that a group's leader has to compute.
+
+        Admission asks several times for the same group: the last answer is kept until a cached block changes.
+        """
         leader = group.live[0]
         if leader.kv.root is None:
             return PrefixMatch(0, ([],) * len(self.reaches))
         limit = _num_leading_tokens(group)
         # One more than can be cached: the last token of the match always runs.
         limit = min(limit, self.max_tokens + 1 if leader.rope_len <= self.max_tokens else 0)
-        keys = _keys(self._block_size, leader, limit // self._block_size)
-        return self._caches[leader.kv.rank].match(leader.kv.root, keys, leader.token_ids[:limit], leader.kv.digests)
+        num_full = limit // self._block_size
+        keys, cache = _keys(self._block_size, leader, num_full), self._caches[leader.kv.rank]
+        parent = keys[num_full - 1] if num_full else leader.kv.root
+        rest = leader.token_ids[num_full * self._block_size : limit]
+        asked = (leader.kv.rank, cache.num_changes, limit, parent, rest, leader.kv.digests)
+        if self._last_match is not None and self._last_match[0] == asked and self.states is None:
+            return self._last_match[1]
+        match = cache.match(leader.kv.root, keys, leader.token_ids[:limit], leader.kv.digests)
+        self._last_match = asked, match
+        return match
 
     def admit(self, group: SequenceGroup) -> int:
         """Assign all cached blocks of a group's prompt to its leader; return the number of tokens that need not run."""
@@ -418,7 +435,13 @@ class PrefixCacheManager:
                 self.states.restore(leader.kv, _keys(self._block_size, leader, num_blocks)[num_blocks - 1])
             if match.num_without_state > num_blocks:
                 leader.kv.stop_after(match.num_without_state)
-        self._take(leader, num_blocks)
+        if num_blocks == match.num_blocks:
+            self._share(leader.kv, match)
+        else:
+            self._take(leader, num_blocks)
+        keys = _keys(self._block_size, leader, num_blocks) if self._connectors else []
+        for connector in self._connectors:
+            connector.on_blocks_hit(keys_seen(keys, num_blocks, self.reaches))
         num_tokens = num_blocks * self._block_size
         if match.partial_block_ids is not None and num_blocks == match.num_blocks:
             _copy_partial(leader.kv, match.partial_block_ids, self.pool, self._ops)
@@ -687,13 +710,21 @@ class PrefixCacheManager:
             if self.states is not None and key not in self._host:
                 self.states.remove(key)
 
+    def _share(self, kv: SequenceBlocks, match: PrefixMatch) -> None:
+        """Assign the blocks of a match to an empty sequence."""
+        block_ids = [*chain.from_iterable(match.block_ids)]
+        self.num_cached -= self.pool.acquire_all(block_ids)
+        if self._ranked is not None:
+            self._ranked.found(block_ids)
+        for reach, table, of_group in zip(self.reaches, kv.tables, match.block_ids, strict=True):
+            table.fill(of_group, reach.first_block(match.num_blocks), reach.num_sinks)
+
     def _take(self, leader: TokenSequence, num_blocks: int) -> None:
         """Assign the blocks visible after num_blocks blocks to an empty sequence; load those in host memory."""
         keys, kv = _keys(self._block_size, leader, num_blocks), leader.kv
         cache, wanted = self._caches[kv.rank], keys_seen(keys, num_blocks, self.reaches)
         found = {key: block_id for key in wanted if (block_id := cache.find(key)) is not None}
-        for block_id in found.values():
-            self.num_cached -= self.pool.acquire(block_id)
+        self.num_cached -= self.pool.acquire_all(found.values())
         if self._ranked is not None:
             self._ranked.found([*found.values()])
         away = [key for key in wanted if key not in found]
@@ -708,8 +739,6 @@ class PrefixCacheManager:
                 block_ids.append(found[key] if key in found else brought[key])
             table.fill(block_ids, reach.first_block(num_blocks), reach.num_sinks)
         self._ops.counts.brought_back(self._block_size * len(brought) // len(self.reaches))
-        for connector in self._connectors:
-            connector.on_blocks_hit(wanted)
 
 
 def _num_cacheable(prefixes: PrefixCacheManager, sequence: TokenSequence) -> int:

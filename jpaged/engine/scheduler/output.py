@@ -440,9 +440,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         state_sources_s=state_sources_s,
         state_slots_s=state_slots_s,
         is_draft_s=is_draft_s != 0,
-        draft_slots_sk=_draft_slots(schedule, geometry)
-        if geometry.state_bytes and schedule.decodes.num_rounds
-        else None,
+        draft_slots_sk=_draft_slots(schedule, geometry),
         poolings_s=poolings_s,
         pair_starts_s=pair_starts_s,
         is_embed_t=is_embed_t,
@@ -605,8 +603,10 @@ def _state_slots(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32, I3
     return sources_s, slots_s, is_draft_s
 
 
-def _draft_slots(schedule: SchedulerOutput, geometry: Geometry) -> I32:
-    """Return the slots for the states after the draft tokens of rounds."""
+def _draft_slots(schedule: SchedulerOutput, geometry: Geometry) -> I32 | None:
+    """Return the slots for the states after the draft tokens of rounds; None for other dispatches."""
+    if not geometry.state_bytes or not schedule.decodes.num_rounds:
+        return None
     slots_sk = np.zeros((geometry.max_num_seqs, geometry.num_speculative_tokens), np.int32)
     for row, sequence in enumerate(schedule.decodes.sequences):
         slots_sk[row, : len(sequence.kv.draft_slots)] = sequence.kv.draft_slots

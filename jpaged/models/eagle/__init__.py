@@ -40,8 +40,9 @@ from jpaged.models.eagle.config import (
     mtp_leaves,
     outer_leaves,
     read,
+    stored_mtp,
 )
-from jpaged.models.families import deepseek, llama, variants
+from jpaged.models.families import deepseek, llama, qwen_next, variants
 from jpaged.models.family import AnyFamily, Family, Modules
 from jpaged.models.param_specs import LM_HEAD
 
@@ -64,6 +65,7 @@ def _mtp_family(mtp: MtpLayer, model: AnyFamily) -> AnyFamily:
         model,
         modules=modules,
         outer_leaves=lambda config, prefix: mtp_leaves(config, prefix, mtp),
+        name_prefix=(lambda stored: mtp.name_prefix) if mtp.name_prefix else model.name_prefix,
         layers_prefix=mtp.layers_prefix,
         ignored=("",),  # all other tensors are the model's
         lm_head="",
@@ -71,7 +73,12 @@ def _mtp_family(mtp: MtpLayer, model: AnyFamily) -> AnyFamily:
     )
 
 
-_MODELS: Mapping[str, AnyFamily] = {**llama.ARCHITECTURES, **deepseek.ARCHITECTURES, **variants.ARCHITECTURES}
+_MODELS: Mapping[str, AnyFamily] = {
+    **llama.ARCHITECTURES,
+    **deepseek.ARCHITECTURES,
+    **variants.ARCHITECTURES,
+    **qwen_next.ARCHITECTURES,
+}
 HEADS: dict[str, AnyFamily] = {
     ARCHITECTURE: Family(
         model_type="llama",
@@ -84,10 +91,15 @@ HEADS: dict[str, AnyFamily] = {
         ignored=("t2d",),
         lm_head=LM_HEAD,
     )
-} | {mtp.architecture: _mtp_family(mtp, _MODELS[name]) for name, mtp in MTP_LAYERS.items()}
+} | {
+    architecture: _mtp_family(mtp, _MODELS[name])
+    for name, mtp in MTP_LAYERS.items()
+    for architecture in (mtp.architecture, mtp.fused)
+    if architecture
+}
 """The families of heads, by their canonical names."""
 
 NAMES = dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"), ARCHITECTURE)
 """Names of an EAGLE-3 head in config.json; the paper's authors use the model's architecture name."""
 
-__all__ = ["HEADS", "NAMES", "EagleConfig", "is_mtp", "mtp_config"]
+__all__ = ["HEADS", "NAMES", "EagleConfig", "is_mtp", "mtp_config", "stored_mtp"]

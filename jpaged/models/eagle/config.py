@@ -13,6 +13,7 @@ from jpaged.models.config import MAX_LAYERS, MAX_VOCAB_SIZE, MAX_WIDTH, ModelCon
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.leaves import Names, feed_forward, norm_leaves
 from jpaged.models.families.llama import LlamaVariant
+from jpaged.models.families.qwen_next import FUSED_MTP
 from jpaged.models.json_fields import MAX_INTEGER, JsonFields
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.param_specs import (
@@ -195,12 +196,15 @@ class MtpLayer:
 
     Attributes:
         architecture: vLLM's name.
+        name_prefix: prefix of all names; if empty, that of the model. Such norms and projections have no number.
         layers_prefix: prefix of the layer's number.
         is_after: its number follows those of the model's layers; otherwise it is 0.
         state_first: the input is the state and the embedding, concatenated in this order.
+        fused: architecture of checkpoints with all experts of the layer in one tensor; empty if there are none.
     """
 
     architecture: str
+    name_prefix: str = ""
     layers_prefix: str = "layers."
     is_after: bool = True
     token_norm: str = "enorm"
@@ -208,7 +212,20 @@ class MtpLayer:
     projection: str = "eh_proj"
     norm: str = "shared_head.norm"
     state_first: bool = False
+    fused: str = ""
 
+
+_QWEN = MtpLayer(
+    "Qwen3NextMTP",
+    name_prefix="mtp.",
+    is_after=False,
+    token_norm="pre_fc_norm_embedding",
+    state_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+)
+_QWEN35 = dataclasses.replace(_QWEN, architecture="Qwen3_5MTP")
+_QWEN35_MOE = dataclasses.replace(_QWEN, architecture="Qwen3_5MoeMTP", fused=FUSED_MTP)
 
 MTP_LAYERS: Mapping[str, MtpLayer] = {
     "DeepseekV3ForCausalLM": MtpLayer("DeepSeekMTPModel"),
@@ -224,9 +241,14 @@ MTP_LAYERS: Mapping[str, MtpLayer] = {
         norm="final_layernorm",
         state_first=True,
     ),
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5ForConditionalGeneration": _QWEN35,
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
 }
 """MTP layers by the architecture of their models."""
-_ARCHITECTURES = frozenset(mtp.architecture for mtp in MTP_LAYERS.values())
+_ARCHITECTURES = frozenset(name for mtp in MTP_LAYERS.values() for name in (mtp.architecture, mtp.fused) if name)
 
 
 def is_mtp(config: ModelConfig) -> bool:
@@ -235,7 +257,7 @@ def is_mtp(config: ModelConfig) -> bool:
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the MTP layer of a model, which is like the model's last layer.
+    """Return the config of the MTP layer of a model, which is like the model's last layer with attention.
 
     Raises:
         Unsupported: the model's family has no MTP layers, or they are not supported.
@@ -250,13 +272,21 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
         architecture=mtp.architecture,
         num_layers=1,
         first_layer=config.num_layers if mtp.is_after else 0,
-        kinds=config.layer_kinds[-1:],
+        kinds=tuple(kind for kind in config.layer_kinds if not kind.states)[-1:],
     )
+
+
+def stored_mtp(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """Return the config of an MTP layer in a checkpoint with these tensors."""
+    fused = next((mtp.fused for mtp in MTP_LAYERS.values() if mtp.architecture == config.architecture), "")
+    is_fused = fused and any(name.startswith("mtp.") and name.endswith(".experts.gate_up_proj") for name in names)
+    return dataclasses.replace(config, architecture=fused) if is_fused else config
 
 
 def mtp_leaves(config: DecoderConfig, prefix: str, mtp: MtpLayer) -> list[Leaf]:
     """Return the leaves around an MTP layer; the embedding and the output matrix are the model's."""
-    width, prefix = config.hidden_size, f"{prefix}{mtp.layers_prefix}{config.first_layer}."
+    width = config.hidden_size
+    prefix = mtp.name_prefix or f"{prefix}{mtp.layers_prefix}{config.first_layer}."
     return [
         *norm_leaves(config, ("token_norm",), prefix + mtp.token_norm),
         *norm_leaves(config, ("state_norm",), prefix + mtp.state_norm),

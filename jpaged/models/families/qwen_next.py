@@ -63,7 +63,7 @@ _DENSE, _SPARSE = _Defaults(4096, 32, 4), _Defaults(2048, 40, 2)
 
 
 def _read(fields: JsonFields, architecture: str) -> DecoderConfig:
-    fields.ignore(TRAINING)
+    fields.ignore((*TRAINING, *_OF_DRAFTS))
     sizes = read_sizes(fields)
     heads = read_heads(fields, sizes["hidden_size"], num_kv_heads=2, head_dim=256)
     is_sparse = read_sparse_layers(fields, sizes["num_layers"])
@@ -219,10 +219,12 @@ _INNER = "model.language_model."
 """Prefix of the language model of a model that reads images."""
 _FUSED = Names(experts=ExpertNames(gate="gate_up_proj", down="down_proj", fused="rows"))
 """Published models that read images have all experts of a layer in one tensor."""
+FUSED_MTP = "Qwen3_5MoeFusedMTP"
+"""Architecture of MTP layers with all experts in one tensor, as Qwen3.6 has them."""
 
 
 def _layer_leaves(config: DecoderConfig, prefix: str, kind: LayerKind) -> list[Leaf]:
-    names = _FUSED if prefix.startswith(_INNER) else _NAMES
+    names = _FUSED if prefix.startswith(_INNER) or config.architecture == FUSED_MTP else _NAMES
     if kind.states:
         return layer_leaves(config, prefix, kind, names, attention=_delta_leaves(config, f"{prefix}linear_attn."))
     leaves = layer_leaves(config, prefix, kind, names)

@@ -2,7 +2,7 @@
 
 Server and child exchange frames over a socket: one byte of kind, four of length, UTF-8.
 
-server ──QUESTION (JSON)────────────────────────> child
+server ──QUESTION or RARE_QUESTION (JSON)───────> child
        <──RENDERED, RAISED, FAILED, OVER or LONG──
        ──TEMPLATE────────────────────────────────>
        <──NAMES (JSON) or FAILED──────────────────
@@ -37,6 +37,8 @@ class FrameKind(enum.Enum):
 
     QUESTION = b"q"
     """Template, variables, messages, tools and limits, as JSON."""
+    RARE_QUESTION = b"Q"
+    """The same, with integers over 64 bits or unpaired surrogates, for Python's own reader of JSON."""
     TEMPLATE = b"s"
     """A template; the child replies with its variables."""
     NAMES = b"n"
@@ -53,9 +55,9 @@ class FrameKind(enum.Enum):
     """The number of bytes rendered, which is over the limit."""
 
 
-def send(connection: socket.socket, kind: FrameKind, text: str) -> None:
+def send(connection: socket.socket, kind: FrameKind, text: str | bytes) -> None:
     """Send one frame."""
-    payload = text.encode()
+    payload = text.encode() if isinstance(text, str) else text
     connection.sendall(_HEAD.pack(kind.value, len(payload)) + payload)
 
 
@@ -125,7 +127,9 @@ class TemplateProcess:
             "layout": {"add_generation_prompt": True, **(layout or {})},
             "max_bytes": max_bytes,
         }
-        return self._ask(FrameKind.QUESTION, json_text.dumps(question))
+        if (fast := json_text.encode_plain(question)) is not None:
+            return self._ask(FrameKind.QUESTION, fast)
+        return self._ask(FrameKind.RARE_QUESTION, json_text.dumps(question))
 
     def names(self, template: str) -> tuple[FrameKind, str]:
         """Return the variables that a template reads before it sets them, as JSON, or why they cannot be found.
@@ -135,7 +139,7 @@ class TemplateProcess:
         """
         return self._ask(FrameKind.TEMPLATE, template)
 
-    def _ask(self, kind: FrameKind, text: str) -> tuple[FrameKind, str]:
+    def _ask(self, kind: FrameKind, text: str | bytes) -> tuple[FrameKind, str]:
         with self._lock:
             if self._child.process.poll() is not None:
                 self._start_again()
@@ -183,7 +187,7 @@ class _TemplateChild:
                 )
             self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
 
-    def ask(self, kind: FrameKind, text: str) -> tuple[FrameKind, str]:
+    def ask(self, kind: FrameKind, text: str | bytes) -> tuple[FrameKind, str]:
         """Send a question and wait for the answer; raise OSError or EOFError on failure."""
         send(self._connection, kind, text)
         return receive(self._answers)

@@ -50,7 +50,7 @@ class CachingTokenizer(Protocol):
 
     def cached_chat_ids(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int, tenant: str, salt: str
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Return and raise what `ToolAwareTokenizer.chat_ids` does.
 
         Args:
@@ -82,7 +82,9 @@ def _message_bytes(where: str, message: Mapping[str, Any]) -> int:
     for key, value in message.items():
         if message["role"] != _ROLE_OF.get(key, message["role"]):
             raise InvalidArgument(f"{where}.{key}", f"is only allowed in messages of the role {_ROLE_OF[key]!r}")
-        if key == "tool_calls":
+        if type(value) is str and value.isascii() and key not in _SHORT:
+            num_bytes += len(value)
+        elif key == "tool_calls":
             num_bytes += sum(_call_bytes(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(value))
         elif value is not None:
             num_bytes += (_short if key in _SHORT else text_bytes)(f"{where}.{key}", value)
@@ -416,8 +418,8 @@ class ChatTemplate:
         else:
 
             def may_print_null(text: str) -> bool:
-                others = json_text.dumps([in_known_roles, list(tools), dict(kwargs), list(documents)])
-                return text.count(_NULL) > others.count(_NULL) or self._is_null_printed()
+                others = json_text.encode([in_known_roles, list(tools), dict(kwargs), list(documents)])
+                return text.count(_NULL) > others.count(_NULL.encode()) or self._is_null_printed()
 
             text, form = _text_of_forms(in_known_roles, max_bytes, outcome, may_print_null)
         self._check_roles(form, text, outcome)
@@ -459,12 +461,16 @@ class ChatTemplate:
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str, outcome: _Outcome) -> None:
         """Reject messages of an unknown role that the template drops; warn once if it drops system or tool messages."""
-        marks: dict[int, str] = {}
+        marks, place = dict[int, str](), 0
         for i, message in enumerate(messages):
-            role, content = message["role"], str(message.get("content") or "").strip()
-            if role in _KNOWN_ROLES or role in self._warned or role in self._printed or not content:
+            role = message["role"]
+            if role in _KNOWN_ROLES or role in self._warned or role in self._printed:
                 continue
-            if content not in text or not (role in _WARNED_ROLES or len(content) >= _LONG_CHARS):
+            content = str(message.get("content") or "").strip()
+            may_be_copied = role in _WARNED_ROLES or len(content) >= _LONG_CHARS
+            found = text.find(content, place) if may_be_copied else -1  # most templates keep the order of messages
+            place = max(place, found)
+            if content and found < 0 and not (may_be_copied and content in text):
                 marks[i] = f"{_MARK}{i}x"
         if not marks:
             return

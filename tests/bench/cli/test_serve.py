@@ -109,6 +109,18 @@ async def test_a_server_of_others_is_measured_by_the_same_client(tmp_path: Path,
         assert (body["max_tokens"], body["top_k"], body["ignore_eos"]) == (5, 1, True)
 
 
+@pytest.mark.parametrize("flags", [["--backend", "vllm"], ["--endpoint-type", "openai"], []])
+async def test_flags_of_vllm_name_the_server(flags: list[str], tmp_path: Path, capsys) -> None:
+    server = SseServer([completion("a"), usage(6, 1), DONE])
+    async with running(server):
+        port = server.url.rpartition(":")[2]
+        words = [*SERVE, *flags, "--host", "127.0.0.1", "--port", port, "--model", "m", "--served-model-name", "theirs"]
+        more = ["--top-p", "0.5", "--top-k", "3", "--trust-remote-code", "--disable-tqdm", "--num-warmups", "0"]
+        assert await asyncio.to_thread(main, [*words, *more]) == 0, capsys.readouterr().err
+    for path, body in server.requests:
+        assert (path, body["model"], body["top_p"], body["top_k"]) == ("/v1/completions", "theirs", 0.5, 3)
+
+
 async def test_a_chat_is_sent_texts(tmp_path: Path):
     server = SseServer([{"choices": [{"delta": {"content": "a"}}]}, DONE])
     async with running(server):
@@ -150,7 +162,11 @@ async def test_a_chat_is_sent_texts(tmp_path: Path):
         (["--target", "nowhere"], "--target: 'nowhere' is not HOST:PORT"),
         (["--target", "h:1", "--", "--max-num-seqs", "2"], "--: works only with a server started by this benchmark"),
         (["--header", "a=b"], "--header: works only with an OpenAI backend"),
-        (["--base-url", "http://h:1"], "--base-url: works only with an OpenAI backend"),
+        (["--backend", "jpaged", "--base-url", "http://h:1"], "--base-url: works only with an OpenAI backend"),
+        (["--target", "h:1", "--backend", "jpaged", "--port", "1"], "--port: conflicts with --target: give only one"),
+        (["--base-url", "http://h:1", "--host", "h"], "--host: conflicts with --base-url: give only one"),
+        (["--port", "70000"], "--port: 70000 is out of range"),
+        (["--top-k", "3"], "--top-k: works only with an OpenAI backend"),
         (["--backend", "openai", "--target", "h:1"], "--target: works only with --backend jpaged"),
         (["--backend", "openai", "--base-url", "here"], "--base-url: 'here' is not http://HOST:PORT"),
         (["--backend", "openai", "--header", "a"], "--header: 'a' is not KEY=VALUE"),

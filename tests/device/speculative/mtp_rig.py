@@ -87,8 +87,9 @@ class MtpOracle:
     def propose(self, ids: Sequence[int], features_te: np.ndarray, count: int) -> list[int]:
         """So many tokens after those, of which all but the last have features."""
         token_norm, state_norm, projection, last_norm = (
-            self.tensors[f"{self.case.prefix}{name}.weight"] for name in self.case.names
+            self.tensors[f"{self.case.outer_prefix}{name}.weight"] for name in self.case.names
         )
+        token_norm, state_norm, last_norm = (x + self.case.norm_offset for x in (token_norm, state_norm, last_norm))
         embedding, output = self.tensors["model.embed_tokens.weight"], self.tensors["lm_head.weight"]
         proposed: list[int] = []
         states = features_te
@@ -181,13 +182,17 @@ def oracles(folder: Path, case: MtpCase, model: Model, tensors: Tensors) -> tupl
         for name, tensor in tensors.items()
         if name.startswith(case.prefix) and not name.removeprefix(case.prefix).startswith(own(case))
     }
-    outer = {name: tensor for name, tensor in tensors.items() if ".layers." not in name and ".mtp_layers." not in name}
+    outer = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not any(part in name for part in (".layers.", ".mtp_layers.")) and not name.startswith("mtp.")
+    }
     config = {**case.case.config, **case.sparse, "num_hidden_layers": 1}
     one = Model(from_hf(config), model.dtype)
     params = load_params(one, write(folder / "layer", config, {**outer, **layer}), "loop")
     assert isinstance(model.config, DecoderConfig)
     eps = model.config.norm_eps
-    target = Target(model, plain, tensors["model.norm.weight"], eps)
+    target = Target(model, plain, tensors["model.norm.weight"] + case.norm_offset, eps)
     return target, MtpOracle(one, params, case, tensors, eps)
 
 

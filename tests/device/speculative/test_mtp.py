@@ -239,3 +239,25 @@ def test_a_model_of_a_family_without_mtp_layers_is_refused_by_name(name: str) ->
     config = dataclasses.replace(tiny_model.CONFIG, architecture=name)
     with pytest.raises(Unsupported, match=f"{name} has no MTP layer that is supported; models with one: Deepseek"):
         mtp_config(config)
+
+
+def test_all_experts_of_a_layer_may_be_in_one_tensor(tmp_path: Path) -> None:
+    """As in Qwen3.6; Qwen3.5 has a tensor for each."""
+    case = CASES["qwen3_5_moe_text"]
+    model, tensors = from_hf(case.case.config), {**case.model_tensors(), **case.tensors()}
+    experts = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{case.prefix}mlp.experts.")}
+    gates, ups, downs = (
+        np.stack([tensor for name, tensor in experts.items() if f".{part}_proj." in name])
+        for part in ("gate", "up", "down")
+    )
+    fused = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    fused[f"{case.prefix}mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+    fused[f"{case.prefix}mlp.experts.down_proj"] = downs
+    found = []
+    for name, stored in (("each", tensors), ("fused", fused)):
+        folder = write(tmp_path / name, case.case.config, stored)
+        found.append(load_params(Model(read_mtp(folder, model), np.dtype(np.float32)), folder, "loop"))
+    (paths, leaves), (others, other_leaves) = (zip(*jax.tree.leaves_with_path(params), strict=True) for params in found)
+    assert paths == others
+    for one, other in zip(leaves, other_leaves, strict=True):
+        np.testing.assert_array_equal(one, other)

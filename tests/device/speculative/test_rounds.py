@@ -117,8 +117,9 @@ def speculate(
         driver, sequences, left=left, ending_ids_rx=ending_ids_rx, num_rounds=num_rounds, unseen=unseen
     )
     counts = speculated.num_tokens_r.tolist()
-    for sequence, count in zip(sequences, counts, strict=False):
+    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=False)):
         sequence.num_computed += count
+        driver.keep_state(sequence, speculated.state_slots_r.item(row))
     assert counts[len(sequences) :] == [0] * (NUM_ROWS - len(sequences))
     assert outputs.is_finite_rn.all()
     return [

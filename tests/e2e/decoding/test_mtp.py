@@ -81,23 +81,38 @@ def test_tokens_are_the_same_with_an_mtp_layer(way: str, tmp_path: Path) -> None
     check("mimo", way, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"])
 @pytest.mark.long
 def test_tokens_of_each_family_are_the_same_with_its_mtp_layer(name: str, tmp_path: Path) -> None:
     check(name, "as it comes", tmp_path)
 
 
+@pytest.mark.parametrize("way", ["few blocks", "two devices"])
+@pytest.mark.long
+def test_recurrent_state_returns_to_the_last_accepted_token(way: str, tmp_path: Path) -> None:
+    check("qwen3_next", way, tmp_path)
+
+
 def test_a_model_without_an_mtp_layer_is_refused_by_name(tmp_path: Path) -> None:
-    """A family without them, a checkpoint that lacks the layer, and recurrent state."""
+    """A family without them, checkpoints that lack the layer, and a family with recurrent state."""
     llama = write_checkpoint(tiny_case("llama_mha"), tmp_path / "llama")
     case = CASES["mimo"]
     saved = write(tmp_path / "saved", case.case.config, case.model_tensors())
     qwen = write_checkpoint(tiny_case("qwen3_next"), tmp_path / "qwen")
+    lfm2 = write_checkpoint(tiny_case("lfm2"), tmp_path / "lfm2")
     refusals = {
         llama: "speculative_config.method: mtp: LlamaForCausalLM has no MTP layer that is supported",
         saved: "speculative_config.method: mtp: .*has no MTP layer: tensor model.mtp_layers.0.input_proj.weight",
-        qwen: "speculative_config: .*Qwen3NextForCausalLM has recurrent state",
+        qwen: "speculative_config.method: mtp: .*has no MTP layer: tensor mtp.fc.weight",
+        lfm2: "speculative_config.method: mtp: Lfm2ForCausalLM has no MTP layer that is supported",
     }
     for folder, refusal in refusals.items():
         with pytest.raises((InvalidArgument, Unsupported), match=refusal), open_llm(folder, speculative_config=MTP):
             raise AssertionError(f"{folder} is served")
+
+
+def test_rounds_of_more_tokens_than_states_are_refused_by_name(tmp_path: Path) -> None:
+    folder, config = checkpoint("qwen3_5_text", tmp_path), {**MTP, "num_speculative_tokens": 16}
+    refusal = "num_speculative_tokens: 16 is over the limit of 15 for models with recurrent state"
+    with pytest.raises(InvalidArgument, match=refusal), open_llm(folder, **SIZES, speculative_config=config):
+        raise AssertionError("it is served")

@@ -1,13 +1,17 @@
 """Prefixes are found again: as chains, in the order of last use, in parts of blocks; and by nobody who should not."""
 
+import pickle
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, _run_keys, block_key, block_keys, root_block_hash
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex
 from jpaged.engine.sequence import SequenceGroup
-from jpaged.testing import FakeExecutor, expected_tokens
-from jpaged.types import Request, SamplingParams
+from jpaged.testing import FakeExecutor, expected_tokens, with_embeds
+from jpaged.types import PackedTokens, Request, SamplingParams
 from tests.engine.groups import computed, group_of, paged_memory
 from tests.engine.harness import Harness
 
@@ -364,10 +368,69 @@ def test_hashes_of_a_long_prefix_are_computed_once():
     assert after.maxsize == 2048
 
 
-def test_hashes_of_a_growing_sequence_are_those_of_the_whole():
-    kv, tokens = SequenceBlocks(600, root_block_hash("")), [i % 99 for i in range(1200)]
+@pytest.mark.parametrize("num_packed", [0, 17, 1041, 1200])
+def test_hashes_of_a_growing_sequence_are_those_of_the_whole(num_packed):
+    tokens = [i % 99 for i in range(1200)]
+    kv = SequenceBlocks(600, root_block_hash(""), packed=PackedTokens(tokens[:num_packed]).packed)
     for num_blocks in (0, 3, 3, 4, 260, 261, 300):
         assert kv.keys(tokens[: num_blocks * 4], num_blocks, 4) == chain(tokens, 4)[:num_blocks]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([7, 8, 2**31 - 1]), max_size=24),
+    st.lists(st.sampled_from(["read", "append", "rewind", "branch"]), max_size=8),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_hashes_of_a_packed_prompt_are_those_of_its_tokens(prompt, steps, block_size, random):
+    """A sequence that knows its prompt as bytes has the hashes of every token that it has, whatever happens to it."""
+    tokens = list(prompt)
+    kv = SequenceBlocks(64, root_block_hash("s"), packed=PackedTokens(prompt).packed)
+    for step in [*steps, "read"]:
+        if step == "append":
+            tokens += random.choices([7, 9], k=random.randint(1, 9))
+        elif step == "rewind":
+            del tokens[random.randint(len(prompt), len(tokens)) :]
+            kv.rewind(min(len(tokens), random.randint(0, 99)) // block_size)
+        elif step == "branch":
+            parent, kv = kv, kv.new_like()
+            kv.share(parent, random.randint(0, len(tokens) // block_size))
+        else:
+            num_blocks = random.randint(0, len(tokens) // block_size)
+            assert kv.keys(tokens, num_blocks, block_size)[:num_blocks] == chain(tokens, block_size, "s")[:num_blocks]
+    assert kv.keys(tokens, len(tokens) // block_size, block_size) == chain(tokens, block_size, "s")
+
+
+def test_packed_tokens_are_joined_with_their_bytes():
+    parts = [PackedTokens([1, 2]), PackedTokens([]), PackedTokens([2**31 - 1])]
+    joined = PackedTokens.join(parts)
+    assert tuple(joined) == (1, 2, 2**31 - 1)
+    assert joined.packed == PackedTokens(joined).packed
+    assert pickle.loads(pickle.dumps(joined)).packed == joined.packed
+
+
+def test_a_group_is_matched_once_until_a_cached_block_changes(monkeypatch):
+    memory, asked = paged_memory(8), list[int]()
+    match = BlockHashIndex.match
+
+    def counted(*given):
+        asked.append(1)
+        return match(*given)
+
+    monkeypatch.setattr(BlockHashIndex, "match", counted)
+    assert memory.prefixes is not None
+    for sequence in computed(memory, group_of(16)).live:
+        memory.release(sequence)
+    asked.clear()
+    group = group_of(16)
+    assert memory.can_admit(group, 0) and memory.prefixes.match(group).num_blocks == 3
+    assert not memory.can_admit(group, 6)
+    assert len(asked) == 1
+    other = group_of(29, first=50)
+    assert memory.can_admit(other, 0) and len(asked) == 2
+    computed(memory, other)  # takes all blocks, and evicts the prefix
+    assert memory.prefixes.match(group).num_blocks == 0 and len(asked) > 2
 
 
 REASONING, ANSWER = [90, 91, 92, 93, 94, 95], [60, 61, 62]
@@ -387,3 +450,18 @@ def test_turns_find_the_blocks_of_a_template_that_drops_reasoning(keeps):
         serve(h, f"answer {turn}", [*prompt, *generated])  # as if generated: blocks of the turn with its reasoning
         history = [*prompt, *(generated if keeps else ANSWER)]
         first_changed = len(history) // 4 * 4 if keeps else len(prompt)
+
+
+def test_placeholders_of_embeddings_name_no_block():
+    h = Harness(executor=with_embeds()(block_size=4, num_blocks=32, max_num_batched_tokens=16))
+    for name, prompt, embedded in (
+        ("embedded", [5] * 10, range(10)),
+        ("tokens", [0] * 10, range(0)),
+        ("longer", [0] * 6, range(0)),
+        ("again", [5] * 10, range(10)),
+        ("a part", [5] * 10, range(6)),
+    ):
+        h.submit(name, prompt, embedded=embedded, max_tokens=3)
+        h.run()
+        assert h.tokens(name) == expected_tokens(prompt, 3)
+    assert [h.last(name).usage.cached_tokens for name in ("embedded", "tokens", "again", "a part")] == [0, 0, 8, 4]

@@ -179,7 +179,7 @@ def test_log_probabilities_after_truncation(temperature: float, top_k: int, top_
     logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
     want = probabilities(logprobs.astype(np.float64), temperature, top_k, top_p, min_p)
     truncation = Truncation(temperature, top_k, top_p, min_p)
-    for token in np.flatnonzero(want):
+    for token in np.flatnonzero(want).tolist():
         assert truncation.compute_logprob(logprobs, token) == pytest.approx(np.log(want[token]), abs=1e-9)
     assert compute_entropy(logprobs) == pytest.approx(-(np.exp(logprobs) * logprobs).sum(), abs=1e-5)
     assert Truncation(0.0, 0, 1.0, 0.0).compute_logprob(logprobs, int(logprobs.argmax())) == 0

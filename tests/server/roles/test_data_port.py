@@ -13,7 +13,7 @@ import pytest
 
 from jpaged.engine.executor import BlockArrays, BlockOffer
 from jpaged.errors import Unavailable
-from jpaged.service.roles import OfferTable
+from jpaged.service.roles import OfferTable, TransferRates
 from jpaged.testing import FakeExecutor, seeing
 from tests.server import harness
 from tests.server.harness import eventually, make_serving, request
@@ -241,10 +241,27 @@ async def test_seeded_requests_equal_those_of_one_server(connected: Callable[...
             if chance.random() < 0.05:
                 ports.offering.room = 0
             begin = "" if chance.random() < 0.3 else f"{chance.randrange(40)} "
-            sampling = {"temperature": chance.choice((0.0, 1.0)), "seed": number, "n": chance.choice((1, 1, 2))}
+            sampling: dict[str, Any] = {
+                "temperature": chance.choice((0.0, 1.0)),
+                "seed": number,
+                "n": chance.choice((1, 1, 2)),
+            }
             message = request(begin + LONG[: chance.randrange(8, len(LONG))], max_tokens=6, **sampling)
             told = await ports.both.generate(message)
             assert folded(told) == folded(await harness.collect(single.inference.Generate(message)))
             ports.offering.room = 1 << 20
         assert ports.both.received.num_pulls > num_requests // 10
         assert not ports.both.failures
+
+
+def test_the_faster_transport_is_chosen_and_the_other_one_tried_again() -> None:
+    rates = TransferRates()
+    rates.record(1 << 20, 2.0, is_port=True)
+    assert rates.choose_port()  # nothing is known of the other one
+    rates.record(1 << 10, 1e-9, is_port=False)
+    assert rates.choose_port()  # too small to count
+    rates.record(1 << 20, 1.0, is_port=False)
+    assert [rates.choose_port() for _ in range(32)].count(True) == 2
+    for _ in range(8):
+        rates.record(1 << 20, 0.1, is_port=True)
+    assert rates.choose_port()

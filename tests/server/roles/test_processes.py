@@ -1,15 +1,23 @@
-"""Servers of both roles as processes of their own, with the demo model: the same tokens, also when one is killed."""
+"""Servers of both roles as processes of their own, with the demo model: the same tokens, also when one is killed.
+
+With data ports too: split over devices and blocked in other ways, killed, and paused.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
 from jpaged.client import Client
+from jpaged.errors import Unavailable
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
 from tests.processes import Process
@@ -32,6 +40,8 @@ def serving(*words: str) -> Iterator[tuple[Process, str]]:
     """A server of the demo, and its address."""
     common = ("--port", "0", "--dtype", "float32", "--max-num-seqs", "8", "--swap-space", "0.1")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if "--tensor-parallel-size" in words:
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     process = Process(["-m", "jpaged", "serve", "demo", *common, *words], environment)
     try:
         port = process.wait_for(r"^ready on \S*:(\d+)")[1]
@@ -73,3 +83,99 @@ def test_tokens_are_those_of_one_server_until_the_other_is_killed_and_after() ->
                 alone = [told(client.complete(prompt, SAMPLINGS[1])) for prompt in fresh]
             with serving() as (_, again), Client(again) as client:
                 assert [told(client.complete(prompt, SAMPLINGS[1])) for prompt in fresh] == alone
+
+
+DATA_PORT = '{"kv_connector": "jax", "kv_connector_extra_config": {"address": "127.0.0.1:0", "pull_timeout": 20}}'
+PORT = ("--kv-transfer-config", DATA_PORT, "--metrics-port", "0")
+
+
+def counted(process: Process) -> dict[str, float]:
+    """The counters of transfers of a server."""
+    url = process.wait_for(r"metrics on (\S+)")[1]
+    text = urllib.request.urlopen(url).read().decode()
+    found = re.findall(r"^jpaged:((?:pull|blocks)\w*)_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+@contextmanager
+def with_ports(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[tuple[Process, Process, str]]:
+    """A prefill and a decode server with data ports, and the address of the latter."""
+    with serving("--role", "prefill", *PORT, "--prefill-hold", "5", *first) as (prefill, target):
+        options = ("--role", "decode", "--prefill-target", target, "--prefill-min-tokens", "32", *PORT)
+        with serving(*options, "--prefill-timeout", "20", "--transfer-timeout", "20", *second) as (decode, address):
+            yield prefill, decode, address
+
+
+def without_logprobs(found: list[list[tuple[object, ...]]]) -> list[list[tuple[object, ...]]]:
+    return [[(*one[:3], one[4]) for one in answer] for answer in found]
+
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "equal": ((), (), ()),
+    "int8": (("--kv-cache-dtype", "int8"), (), ()),
+    "two devices there": ((), ("--tensor-parallel-size", "2"), ()),
+    "two devices here": ((), (), ("--tensor-parallel-size", "2")),
+    "larger blocks there": ((), ("--block-size", "32"), ("--block-size", "16")),
+    "smaller blocks there": ((), ("--block-size", "16"), ("--block-size", "32")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_pulled_however_servers_are_laid_out(kind: str) -> None:
+    both, first, second = KINDS[kind]
+    with serving(*both) as (_, single):
+        wanted = answers(single)
+    with with_ports((*both, *first), (*both, *second)) as (_, decode, address):
+        found_answers = answers(address)
+        if first or second:  # other layouts change the last bits of log-probabilities
+            wanted, found_answers = without_logprobs(wanted), without_logprobs(found_answers)
+        assert found_answers == wanted
+        found = counted(decode)
+        assert found["pulls"] >= len(PROMPTS)
+        assert found["pulls_failed"] == 0
+
+
+@pytest.mark.long
+def test_servers_with_data_ports_are_paused_and_killed() -> None:
+    """No token is wrong, no request is lost, and other servers continue."""
+    prompts = [f"{number} {PROMPTS[0]}" for number in range(12)]
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    with serving() as (_, single), Client(single) as client:
+        wanted = [told(client.complete(prompt, sampling)) for prompt in prompts]
+    with (
+        with_ports((), ("--prefill-timeout", "1", "--transfer-timeout", "1")) as (prefill, _, address),
+        Client(address) as client,
+    ):
+        for number, prompt in enumerate(prompts):
+            with ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(client.complete, prompt, sampling)
+                if number in (3, 5):
+                    time.sleep(0.02 * number)
+                    prefill.popen.send_signal(signal.SIGSTOP)
+                if number == 9:
+                    prefill.end(signal.SIGKILL)
+                assert told(answer.result()) == wanted[number]
+            if number in (3, 5):
+                prefill.popen.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.long
+def test_a_prefill_server_survives_decode_servers_that_are_killed() -> None:
+    with (
+        with_ports((), ()) as (prefill, decode, address),
+        Client(address) as client,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        calls = [threads.submit(client.complete, f"{number} {PROMPTS[0]}", SAMPLINGS[0]) for number in range(4)]
+        time.sleep(0.1)
+        decode.end(signal.SIGKILL)
+        for call in calls:
+            assert call.exception() is None or isinstance(call.exception(), Unavailable)
+        target = prefill.wait_for(r"^ready on \S*:(\d+)")[1]
+        with Client(f"127.0.0.1:{target}") as other:
+            until_s = time.monotonic() + 60
+            while other.load().num_running and time.monotonic() < until_s:
+                time.sleep(0.1)
+            output = other.complete(PROMPTS[1], SamplingParams(max_tokens=1, temperature=0.0))
+            assert len(output.outputs[0].token_ids) == 1

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jpaged.chat import (
     MAX_TEMPLATE_KWARGS,
@@ -19,6 +21,7 @@ from jpaged.chat import (
     ToolCallPiece,
     ToolChoice,
     ToolChoiceMode,
+    _checked_bytes,
     json_bytes,
     json_object,
     parse_tool_choice,
@@ -200,6 +203,32 @@ def test_values_pass_up_to_their_limits_and_no_further(make, last, out, field):
     with pytest.raises(InvalidArgument) as error:
         make(out)
     assert error.value.field == field
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.just("\ud800")
+    | st.just(b"")
+    | st.just(1j),
+    lambda parts: st.lists(parts) | st.tuples(parts) | st.dictionaries(st.text() | st.integers(0, 3), parts),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40)
+@given(VALUES, st.integers(0, 99))
+def test_the_size_of_values_is_that_of_the_walk_that_names_fields(value, max_bytes):
+    def outcome(measure):
+        try:
+            return measure("a", value, max_bytes=max_bytes)
+        except InvalidArgument as error:
+            return str(error)
+
+    assert outcome(json_bytes) == outcome(_checked_bytes)
 
 
 def test_a_refusal_is_the_content_of_an_assistant_that_has_no_other():

@@ -375,7 +375,7 @@ class BlockExport:
         return len(self._parts)
 
     def get_positions(self, part: int) -> Sequence[BlockPosition]:
-        """Return the blocks of a part, in the order of its rows."""
+        """Return the blocks of a part, in the order of the rows."""
         return self._parts[part].positions
 
     def read(self, part: int) -> Future[BlockArrays]:

@@ -1,0 +1,5 @@
+"""Training with an `LLM` as the sampler: two loops to copy, on the demo model.
+
+grpo.py    GRPO on a rule-based reward
+distill.py a student that learns a teacher's log-probabilities
+"""
