@@ -14,7 +14,7 @@ sharding.py     how parameters are split over devices
 param_specs.py  leaves of a parameter tree <-> tensors of a Hugging Face checkpoint; their quantized formats
 rope.py         cosines and sines of positions, and the rotation
 rope_config.py  the base of rotary positions, and its scaling, as a checkpoint describes them
-lora/           matrices that adapters apply to
+lora.py         matrices that adapters apply to
 decoder/        the decoder that most families use
 families/       one file or folder per family
 eagle/          EAGLE-3 heads, which propose tokens for a model

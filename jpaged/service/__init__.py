@@ -8,7 +8,6 @@ prompt_embeds.py   input embeddings in place of a prompt's tokens, read from arr
 score_embed.py     calls that score and embed
 tokenizer.py       the tokenizer of a model's folder
 tokenizer_parts.py contents of the tokenizer's files, read without transformers if that gives the same result
-tiktoken_file.py   vocabularies in tiktoken's format
 kv_protocol.py     messages of a prefix transfer, and their receiver
 kv_transfer.py     save, load and fetch of prefixes
 roles.py           disaggregated prefill and decode servers

@@ -49,8 +49,7 @@ from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.service.chat.sandbox import template_process
 from jpaged.service.chat.template import ChatTemplate
-from jpaged.service.tiktoken_file import TIKTOKEN_FILE, byte_letters
-from jpaged.service.tokenizer_parts import TokenizerParts, read_parts
+from jpaged.service.tokenizer_parts import TIKTOKEN_FILE, TokenizerParts, byte_letters, read_parts
 from jpaged.types import PackedTokens
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"

@@ -1,6 +1,5 @@
 """Attention of rows that decode, one query per row, on TPUs.
 
-call.py    the kernel's inputs, prepared by XLA, and the places of the results
 kernel.py  the kernel: one loop over all rows' chunks of keys
 items.py   a chunk's blocks, fetched into a buffer; new keys and values, stored in the pool
 stages.py  a chunk's arithmetic; conversion of queries and outputs between a tile of tokens and rows of heads
