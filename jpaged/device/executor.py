@@ -425,9 +425,8 @@ class JaxExecutor:
         counts = jax.jit(zeros, out_shardings=shardings)()
         abstract_load = step.abstract_expert_load()
         served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
-        embeds = (geometry.embed_width, step.model.dtype) if geometry.embed_width else None
         self._runner = ModelRunner(
-            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry.vocab_size, embeds
+            params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
         self._pending_copies = PendingHostCopies()
         load = served_pool.expert_load

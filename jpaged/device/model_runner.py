@@ -32,7 +32,16 @@ from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.lora import get_arguments, get_matrices, with_matrices
 from jpaged.device.sampling import SamplingStages
-from jpaged.engine.executor import BANNED_WIDTH, I32, ROW_FIELDS, Detail, SamplingInputs, StepInputs, StepOutputs
+from jpaged.engine.executor import (
+    BANNED_WIDTH,
+    I32,
+    ROW_FIELDS,
+    Detail,
+    Geometry,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+)
 from jpaged.engine.executor.aux_io import AUX_IDS, AuxInputs, AuxKind, AuxOutputs
 from jpaged.engine.executor.io import (
     EDIT_FIELDS,
@@ -355,7 +364,7 @@ class ModelRunner:
     """Owns the parameters and the last sampled tokens. Takes the pool for each forward.
 
     Args:
-        embeds: width and type of the input embeddings that a forward takes; None if it takes none.
+        dtype: of input embeddings, if the geometry has any.
     """
 
     def __init__(
@@ -366,8 +375,8 @@ class ModelRunner:
         pool: ServedPool,
         programs: ProgramStore,
         counts: TokenCounts,
-        vocab_size: int,
-        embeds: tuple[int, np.dtype] | None = None,
+        geometry: Geometry,
+        dtype: np.dtype,
     ) -> None:
         self._params = params
         self._head_params = _without_layers(params)
@@ -376,11 +385,11 @@ class ModelRunner:
         self._packings, self._decode_packings = packings
         self._last_tokens = last_tokens
         self._counts = counts
-        self._num_mask_words = num_mask_words(vocab_size)
+        self._num_mask_words = num_mask_words(geometry.vocab_size)
         self._has_stages = any(spec.stages < SamplingStages.ALL for spec in programs.specs)
         self._nothing: dict[int, tuple[jax.Array, jax.Array]] = {}  # neutral token biases and masks
         self._features: list[jax.Array] = []
-        self._embeds = embeds
+        self._embeds = (geometry.embed_width, dtype) if geometry.embed_width else None
         self._no_embeds: dict[int, jax.Array] = {}  # for steps that have none
 
     @property
