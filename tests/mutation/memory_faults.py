@@ -31,8 +31,8 @@ MEMORY_FAULTS = (
     Fault(
         "the block hash ignores input embeddings",
         "kv_cache/blocks.py",
-        "    if any(digests):",
-        "    if any(digests[1:0]):",
+        "    if not any(digests):",
+        "    if not any(digests[1:0]):",
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
