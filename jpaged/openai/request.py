@@ -690,7 +690,8 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
-    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in ("max_tokens", "min_tokens")):
+    own = ("max_tokens", "min_tokens", "prompt_embeds")
+    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in own):
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # the caller has no names for nested fields
@@ -745,7 +746,8 @@ def _prompts_of_body(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     for name in ("echo", "prompt_logprobs") if many else ():
         if body.get(name, False) is not False:
             raise InvalidArgument(name, "is not compatible with prompt_embeds, whose positions have no tokens")
-    prompts = _prompts(body.get("prompt")) if "prompt" in body or not many else ()
+    is_given = body.get("prompt", "") not in ("", [])  # OpenAI's client requires a prompt: vLLM's users send ""
+    prompts = _prompts(body.get("prompt")) if is_given or not many else ()
     if len(many) + len(prompts) > MAX_PROMPTS:
         problem = f"{len(many)} of them and {len(prompts)} others are over {MAX_PROMPTS} prompts"
         raise InvalidArgument("prompt_embeds", problem)

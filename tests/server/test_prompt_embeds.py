@@ -92,6 +92,7 @@ async def test_completions_begin_with_those_of_embeddings() -> None:
     async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
         for given, others, texts in (
             (encoded("hello"), None, ["hello"]),
+            (encoded("hello"), "", ["hello"]),  # as in vLLM's examples
             ([encoded("hello"), encoded("hey")], None, ["hello", "hey"]),
             (encoded("hello"), "a text", ["hello", "a text"]),
             ([], "a text", ["a text"]),
@@ -118,10 +119,23 @@ async def test_completions_begin_with_those_of_embeddings() -> None:
         ([], {}, "prompt: must be a string"),
         (encoded("a"), {"echo": True}, "echo: is not compatible with prompt_embeds"),
         (encoded("a"), {"prompt_logprobs": True}, "prompt_logprobs: is not compatible with prompt_embeds"),
-        (encoded("a" * 200), {}, r"200 tokens are over max_model_len \(128\)"),
+        (encoded("a" * 200), {}, r"prompt_embeds: 200 tokens are over max_model_len \(128\)"),
+        (encoded("a" * 9000), {}, r"prompt_embeds: \d+ bytes, over the limit of \d+ for max_model_len \(128\)"),
+        (encoded("a" * 128), {}, "prompt_embeds: 128 prompt tokens and 6 to generate make 134"),
     ],
 )
 async def test_a_wrong_body_is_a_bad_request(embeds: Any, fields: dict[str, Any], problem: str) -> None:
     async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
         with pytest.raises(openai.BadRequestError, match=problem):
             await complete(client, None, embeds, **fields)
+
+
+async def test_errors_number_texts_and_embeddings_separately() -> None:
+    async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
+        for prompt, embeds, field in (
+            (["a", ""], [encoded("a")], r"prompt\[1\]: is empty"),
+            ("a" * 128, [encoded("a")], "prompt: 128 prompt tokens"),
+            ("a", [encoded("a"), encoded("a" * 128)], r"prompt_embeds\[1\]: 128 prompt tokens"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=field):
+                await complete(client, prompt, embeds)
