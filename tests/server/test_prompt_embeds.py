@@ -12,6 +12,7 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import AsyncClient
+from jpaged.errors import InvalidArgument
 from jpaged.testing import with_embeds
 from jpaged.types import SamplingParams
 from tests.http.generate.asking import GREEDY, PAST_THE_END, asking, text_of
@@ -43,10 +44,19 @@ async def test_a_call_with_embeddings_gives_the_tokens_of_the_text() -> None:
         assert "".join(one.text for one in messages) == text_of("hello", 8)
         assert messages[-1].usage.prompt_tokens == 5
         async with AsyncClient(harness.target) as client:
-            for given in (rows("hello"), rows("hello", "float16"), rows("hello", "float64"), rows("hello").tolist()):
+            for given in (
+                rows("hello"),
+                rows("hello", "float16"),
+                rows("hello", "float64"),
+                rows("hello", ">f4"),
+                rows("hello").tolist(),
+                rows("hello")[None],
+            ):
                 output = await client.complete({"prompt_embeds": given}, ONE)
                 assert output.outputs[0].text == text_of("hello", 8)
             assert output.prompt_token_ids == (0,) * 5
+            with pytest.raises(InvalidArgument, match="prompt_embeds: is no dense array of numbers"):
+                await client.complete({"prompt_embeds": [[1.0, 2.0], [3.0]]}, ONE)
             stream = client.generate({"prompt_embeds": base64.b64decode(encoded("hey"))}, ONE)
             assert "".join([chunk.text async for chunk in stream]) == text_of("hey", 8)
 
