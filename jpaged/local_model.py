@@ -429,7 +429,7 @@ class LocalModel:
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do, by vLLM's names; `LLM.score` compares vectors if there is no task `score`."""
+        """Tasks of the model by vLLM's names; `LLM.score` compares vectors if there is no task `score`."""
         pooler = self._serving.pooler
         if pooler is not None and pooler.labels:
             return ("classify", "score") if len(pooler.labels) == 1 else ("classify",)
