@@ -823,7 +823,7 @@ def parse_pooled(prompt: GivenInput) -> ParsedPrompt:
 
 
 def change_prompt(prompt: Prompt, tokenization_kwargs: Mapping[str, Any] | None) -> Prompt:
-    """Return a prompt with the options of its tokenization.
+    """Return a prompt with options of tokenization.
 
     Raises:
         InvalidArgument: a value is invalid.

@@ -155,7 +155,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: ServicerContext) -> None:
         """Send the first tokens, then the blocks; release the blocks however the call ends."""
         async with status_on_error(context):
-            has_same_layout = self._role.check_identity(
+            has_same_layout = await self._role.check_identity(
                 request.kv_identity, request.model_identity, request.data_protocol
             )
             metadata = context.invocation_metadata() or ()

@@ -232,9 +232,7 @@ class InputProcessor:
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
             if thinking is not None and sampling.sampling_logprobs:
                 raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
-        outputs = sampling.structured_outputs
-        if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
-            sampling = dataclasses.replace(sampling, structured_outputs=None)
+        sampling = _without_empty_constraint(sampling)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
@@ -598,6 +596,13 @@ def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, Sam
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
     return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
+
+
+def _without_empty_constraint(sampling: SamplingParams) -> SamplingParams:
+    """Return parameters without structured outputs that only have options of a constraint, without a constraint."""
+    outputs = sampling.structured_outputs
+    is_empty = outputs is not None and not outputs.has_constraint
+    return dataclasses.replace(sampling, structured_outputs=None) if is_empty else sampling
 
 
 def _largest(token_ids: Sequence[int]) -> int:

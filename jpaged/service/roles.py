@@ -81,44 +81,86 @@ def why_here(request: Request, min_tokens: int) -> str | None:
     return None
 
 
-async def compute_identity(model: LoadedModel) -> bytes:
-    """Return the KV fingerprint of this server. Reads every weight: about a second per gigabyte.
+class CurrentBlockFormat:
+    """The format of this server's blocks with its current weights. Bound to the service's event loop.
 
-    Raises:
-        Unsupported: the pool has no transferable blocks; states why.
+    `sleep` of level 2 and `wake_up` read the weights again, from files that may have changed.
     """
-    try:
-        return await asyncio.to_thread(model.engine.kv_transfer.kv_identity)
-    except Unsupported as error:
-        raise Unsupported(f"role: {model.config.roles.role} transfers blocks of the prefix cache: {error}") from error
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._weights: bytes | None = None
+        self._found = BlockFormat(b"", 0)
+
+    async def get(self) -> BlockFormat:
+        """Return the format. Reads every weight if they are others than at the last call: a second per gigabyte.
+
+        Raises:
+            Unsupported: the pool has no transferable blocks; states why.
+            Unavailable: the weights are others, and may be asleep.
+        """
+        model, transfer = self._model, self._model.engine.kv_transfer
+        try:
+            while self._weights != (weights := transfer.weights):
+                if model.engine.is_paused:
+                    raise Unavailable("generation is paused after the weights were read again")
+                identity = await asyncio.to_thread(transfer.kv_identity)
+                self._found, self._weights = BlockFormat(identity, transfer.block_size), weights
+                if model.block_port is not None:
+                    facts = model.block_port.protocol, compute_model_identity(model)
+                    self._found = BlockFormat(identity, transfer.block_size, *facts)
+        except Unsupported as error:
+            problem = f"{model.config.roles.role} transfers blocks of the prefix cache: {error}"
+            raise Unsupported(f"role: {problem}") from error
+        return self._found
 
 
 def compute_model_identity(model: LoadedModel) -> bytes:
     """Return a digest of what blocks depend on, except their layout and the code that computed them.
 
-    The checkpoint's fingerprint covers samples of the weights (`jpaged.checkpoints.hub.fingerprint`).
+    The checkpoint's fingerprint covers samples of the weights (`jpaged.checkpoints.hub.fingerprint`). Empty after they
+    were read again, because the files may have changed.
     """
+    transfer = model.engine.kv_transfer
+    if transfer.weights:
+        return b""
     facts = (model.checkpoint, model.model.architecture, model.model.dtype, model.config.cache.kv_cache_dtype)
     lossy = model.model.lossy_kv_window, model.model.lossy_kv_sinks, model.config.model.activation_dtype
-    return hashlib.sha256(repr((*facts, *lossy, model.engine.kv_transfer.num_kv_groups)).encode()).digest()
+    return hashlib.sha256(repr((*facts, *lossy, transfer.num_kv_groups)).encode()).digest()
+
+
+def _get_chains(transfer: KVTransfer, request: Request) -> tuple[BlockHashChain, Sequence[BlockHash]]:
+    """Return the blocks of a prompt by this server's keys, and their keys as sent in messages.
+
+    Run on a thread if the prompt is long: a block takes 3 us.
+    """
+    owner = request.sampling.cache_salt, request.cache_tenant, request.adapter_digest
+    bare, weights = transfer.chain(root_block_hash(*owner), request.prompt_token_ids), transfer.weights
+    if not weights:
+        return bare, bare.keys
+    return transfer.chain(root_block_hash(*owner, weights), request.prompt_token_ids), bare.keys
 
 
 class PrefillKVExport:
     """Export of the blocks of one prompt. All of them are cached when a one-token request emits its last event.
 
     Args:
-        chain: future of the prompt's block hashes.
+        chains: future of `_get_chains`.
         start: starts the export of a chain.
         put: callback for the request's events.
+
+    Attributes:
+        keys: keys of the prompt's blocks, as sent in messages; set before the export starts.
     """
 
     def __init__(
         self,
-        chain: Future[BlockHashChain],
+        chains: Future[tuple[BlockHashChain, Sequence[BlockHash]]],
         start: Callable[[BlockHashChain], Future[Any]],
         put: OutputCallback,
     ) -> None:
-        self._chain = chain
+        self.keys: Sequence[BlockHash] = ()
+        self._chains = chains
         self._start = start
         self._put = put
         self._asked: Future[Future[Any] | None] = Future()
@@ -129,7 +171,7 @@ class PrefillKVExport:
         """Handle an event of the request, on the engine's thread."""
         if event.is_last:
             if event.error is None:
-                self._chain.add_done_callback(self._leave)
+                self._chains.add_done_callback(self._leave)
             else:
                 self._asked.set_result(None)
         self._put(event)
@@ -152,9 +194,10 @@ class PrefillKVExport:
         for leaving in self._others:
             _close_when_done(leaving)
 
-    def _leave(self, chain: Future[BlockHashChain]) -> None:
+    def _leave(self, chains: Future[tuple[BlockHashChain, Sequence[BlockHash]]]) -> None:
         try:
-            self._asked.set_result(self._start(chain.result()))
+            chain, self.keys = chains.result()
+            self._asked.set_result(self._start(chain))
         except JpagedError as error:
             self._asked.set_exception(error)
 
@@ -221,18 +264,22 @@ class OfferedPrompt:
     Attributes:
         num_sent: leading blocks of the prompt that the decode server has.
         is_complete: all parts were received.
+
+    Args:
+        keys: keys of the prompt's blocks, as sent in messages.
     """
 
-    def __init__(self, table: OfferTable, leaving: BlockExport, num_known: int) -> None:
+    def __init__(self, table: OfferTable, leaving: BlockExport, keys: Sequence[BlockHash], num_known: int) -> None:
         self.num_sent = num_known
         self.is_complete = False
         self._table = table
         self._leaving = leaving
+        self._keys = keys
         self._open: deque[BlockOffer] = deque()
 
     async def offers(self) -> AsyncIterator[BlockOffer]:
         """Yield an offer for each part; end at the first one that fails."""
-        leaving, keys = self._leaving, self._leaving.chain.keys
+        leaving, keys = self._leaving, self._keys
         try:
             for part in range(leaving.num_parts):
                 contents = await asyncio.wrap_future(leaving.read(part))
@@ -275,8 +322,7 @@ class PrefillRole:
     """Computes prompts. Accepts ordinary requests only if they generate one token."""
 
     def __init__(self) -> None:
-        self._identity = b""
-        self._model_identity = b""
+        self._format: CurrentBlockFormat | None = None
         self._offers: OfferTable | None = None
         self._departures: dict[str, PrefillKVExport] = {}
         self._asked: dict[str, RemotePrefillRequest] = {}
@@ -285,21 +331,25 @@ class PrefillRole:
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
-        self._identity = await compute_identity(model)
+        self._format = CurrentBlockFormat(model)
+        await self._format.get()
         if model.block_port is not None:
-            self._model_identity = compute_model_identity(model)
             self._offers = OfferTable(model.block_port)
 
-    def check_identity(self, kv_identity: bytes, model_identity: bytes = b"", data_protocol: str = "") -> bool:
+    async def check_identity(self, kv_identity: bytes, model_identity: bytes = b"", data_protocol: str = "") -> bool:
         """Reject servers with incompatible blocks; return False if blocks may be offered but not sent.
 
         Whether the caller may act for all tenants is checked before.
         """
-        if kv_identity == self._identity:
+        if self._format is None:
+            raise Unavailable("this server is not ready")
+        here = await self._format.get()
+        if kv_identity == here.kv_identity:
             return True
-        if self._offers is not None and (model_identity, data_protocol) == (self._model_identity, self._protocol):
+        is_of_model = model_identity != b"" and model_identity == here.model_identity
+        if self._offers is not None and is_of_model and data_protocol == self._protocol:
             return False
-        mine, other = self._identity.hex()[:16], kv_identity.hex()[:16]
+        mine, other = here.kv_identity.hex()[:16], kv_identity.hex()[:16]
         problem = f"{other}... is not {mine}...: model, weights, dtype, layout or block size differ"
         raise InvalidArgument("kv_identity", problem)
 
@@ -322,11 +372,10 @@ class PrefillRole:
             raise InvalidArgument("request", f"{reason}: the decode server must compute such a prompt itself")
         if request.adapter_digest != asked.adapter_digest:
             raise InvalidArgument("adapter_digest", "the adapter of this name has different contents on this server")
-        transfer, sampling = model.engine.kv_transfer, request.sampling
+        transfer = model.engine.kv_transfer
         _check_block_size(transfer, asked)
-        root = root_block_hash(sampling.cache_salt, request.cache_tenant, request.adapter_digest)
-        chain = self._workers.start(lambda: transfer.chain(root, request.prompt_token_ids))
-        departure = PrefillKVExport(chain, self._get_export(transfer, asked), put)
+        chains = self._workers.start(lambda: _get_chains(transfer, request))
+        departure = PrefillKVExport(chains, self._get_export(transfer, asked), put)
         model.engine.submit(request, departure.pass_on)
         self._departures[generation.engine_id] = departure
         self._asked[generation.engine_id] = asked
@@ -361,11 +410,13 @@ class PrefillRole:
         self, model: LoadedModel, generation: AdmittedCall
     ) -> AsyncIterator[Sequence[BlockPiece] | BlockOffer]:
         """Yield the blocks of a request that has emitted its first tokens, some at a time, as far as available."""
-        leaving, asked = await self._departures[generation.engine_id].leaving(), self._asked[generation.engine_id]
+        departure, asked = self._departures[generation.engine_id], self._asked[generation.engine_id]
+        leaving, keys = await departure.leaving(), departure.keys
         counts, transfer = model.role_counts, model.engine.kv_transfer
         if isinstance(leaving, BlockExport):
             assert self._offers is not None
-            prompt = OfferedPrompt(self._offers, leaving, asked.num_known * asked.block_size // transfer.block_size)
+            num_known = asked.num_known * asked.block_size // transfer.block_size
+            prompt = OfferedPrompt(self._offers, leaving, keys, num_known)
             self._prompts[generation.engine_id] = prompt
             async for offer in prompt.offers():
                 yield offer
@@ -374,12 +425,12 @@ class PrefillRole:
             if prompt.is_complete or not asked.has_same_layout:
                 return
             again = transfer.leave(leaving.chain, prompt.num_sent, is_hurried=True)
-            self._departures[generation.engine_id].add(again)
+            departure.add(again)
             leaving = await asyncio.wrap_future(again)
         for part in range(0 if leaving is None else leaving.num_parts):
             assert leaving is not None
             await asyncio.wrap_future(leaving.when_there(part))
-            for pieces in await self._workers.run(functools.partial(cut, leaving, part, leaving.chain.keys), _BIG):
+            for pieces in await self._workers.run(functools.partial(cut, leaving, part, keys), _BIG):
                 yield pieces
                 counts.add(num_bytes_sent=sum(len(piece.contents) for piece in pieces))
             counts.add(num_blocks_sent=len(leaving.get_positions(part)))
@@ -436,7 +487,7 @@ class DecodeRole:
     def __init__(self, options: RoleOptions, servers: PrefillServers) -> None:
         self._options = options
         self._servers = servers
-        self._blocks = BlockFormat(b"", 0)
+        self._format: CurrentBlockFormat | None = None
         self._port: BlockPort | None = None
         self._pull_timeout_s = 0.0
         self._rates = TransferRates()
@@ -449,11 +500,8 @@ class DecodeRole:
 
     async def prepare(self, model: LoadedModel) -> None:
         """Compute the KV fingerprint of this server."""
-        identity, block_size = await compute_identity(model), model.engine.kv_transfer.block_size
-        self._blocks = BlockFormat(identity, block_size)
-        self._port = model.block_port
-        if self._port is not None:
-            self._blocks = BlockFormat(identity, block_size, self._port.protocol, compute_model_identity(model))
+        self._format, self._port = CurrentBlockFormat(model), model.block_port
+        await self._format.get()
         if (options := model.config.cache.data_port) is not None:
             self._pull_timeout_s = options.pull_timeout
 
@@ -557,8 +605,9 @@ class DecodeRole:
         if wait_s <= 0:
             raise DeadlineExceeded("no time is left to ask a prefill server")
         whole_s = wait_s + options.transfer_timeout
-        blocks = self._blocks
-        if self._port is not None and not self._rates.choose_port():
+        assert self._format is not None
+        blocks = await self._format.get()
+        if self._port is None or not self._rates.choose_port():
             blocks = dataclasses.replace(blocks, data_protocol="")
         return await self._servers.ask(request, num_known, blocks, wait_s, whole_s)
 
@@ -588,7 +637,7 @@ class DecodeRole:
         counts, clock, began_s = model.role_counts, model.engine.clock, model.engine.clock()
         arriving, moved = coming.arriving, {True: 0, False: 0}
         most = len(arriving.chain.keys) * arriving.num_kv_groups  # some blocks that arrive may already be here
-        receiving = Receiving(arriving, most, arriving.chain.keys)
+        receiving = Receiving(arriving, most, coming.keys)
         receiving.give(homes)
         if len(homes) < coming.num_missing:
             counts.add(num_blocks_without_room=coming.num_missing - len(homes))
@@ -597,7 +646,7 @@ class DecodeRole:
                 async for part in answer.parts():
                     num_before = receiving.num_blocks
                     if isinstance(part, BlockOffer):
-                        num_bytes = await self._pull(model, receiving, arriving, answer, part)
+                        num_bytes = await self._pull(model, receiving, coming, answer, part)
                     else:
                         await self._workers.run(functools.partial(receiving.take, part), _BIG)
                         num_bytes = sum(len(piece.contents) for piece in part)
@@ -617,18 +666,19 @@ class DecodeRole:
         self,
         model: LoadedModel,
         receiving: Receiving,
-        arriving: PrefixImport,
+        coming: _PendingTransfer,
         answer: PrefillAnswer,
         offer: BlockOffer,
     ) -> int:
         """Pull an offer, and return the bytes; 0 if that fails, after which the server sends the blocks as pieces."""
         began_s, counts, is_received = model.engine.clock(), model.role_counts, False
+        arriving, block_size = coming.arriving, model.engine.kv_transfer.block_size
         try:
             if self._port is None:
                 raise Unavailable("no data port")
             last = max(index for index, _ in offer.positions)
-            keys = arriving.chain.keys
-            if offer.block_shape[1] == self._blocks.block_size and keys[last : last + 1] != (offer.last_key,):
+            is_same_size = offer.block_shape[1] == block_size
+            if is_same_size and tuple(coming.keys[last : last + 1]) != (offer.last_key,):
                 raise InvalidArgument("last_key", "is not the key of the block's tokens")
             port, place = self._port, arriving.place
             pull = await self._workers.run(lambda: port.pull(offer, place), _BIG)
@@ -641,7 +691,7 @@ class DecodeRole:
             return 0
         finally:
             answer.finish_pull(offer.uuid, is_received=is_received)
-        num_bytes = len(offer.positions) * arriving.bytes_per_block * offer.block_shape[1] // self._blocks.block_size
+        num_bytes = len(offer.positions) * arriving.bytes_per_block * offer.block_shape[1] // block_size
         counts.add(num_pulls=1, num_bytes_pulled=num_bytes, pull_s=model.engine.clock() - began_s)
         return num_bytes
 
@@ -675,19 +725,20 @@ class _PendingTransfer:
     Attributes:
         num_known: leading blocks that are here, or on disk if loading is faster than computing.
         num_missing: missing blocks after those, of all KV groups.
+        keys: keys of the prompt's blocks, as sent in messages.
     """
 
     arriving: PrefixImport
+    keys: Sequence[BlockHash]
     num_known: int
     num_missing: int
 
     @classmethod
     def of(cls, transfer: KVTransfer, request: Request) -> _PendingTransfer:
-        """Look up the blocks of a prompt. Run on a thread if it is long: a block takes 3 us."""
-        root = root_block_hash(request.sampling.cache_salt, request.cache_tenant, request.adapter_digest)
-        chain = transfer.chain(root, request.prompt_token_ids)
+        """Look up the blocks of a prompt. Run on a thread, as `_get_chains`."""
+        chain, keys = _get_chains(transfer, request)
         arriving, num_known = transfer.arrive(chain), transfer.num_findable(chain)
-        return cls(arriving, num_known, len(arriving.missing(num_known)))
+        return cls(arriving, keys, num_known, len(arriving.missing(num_known)))
 
 
 @dataclasses.dataclass(slots=True)

@@ -121,7 +121,7 @@ def continued(
 
     Raises:
         InvalidArgument: there are none or too many, or one is empty or neither text nor token ids.
-        RequestTooLong: one is over max_model_len with the prompt.
+        RequestTooLong: one exceeds max_model_len with the prompt.
     """
     require_parts("continuations", len(continuations))
     for i, continuation in enumerate(continuations):
@@ -141,7 +141,7 @@ def embeddable(processor: InputProcessor, prompts: Sequence[Prompt]) -> list[tup
 
     Raises:
         InvalidArgument: one is empty, or has an id outside the vocabulary.
-        RequestTooLong: one is over max_model_len.
+        RequestTooLong: one exceeds max_model_len.
     """
     found = []
     for i, prompt in enumerate(prompts):

@@ -17,7 +17,7 @@ from jpaged.service.roles import OfferTable, TransferRates
 from jpaged.testing import FakeExecutor, seeing
 from tests.server import harness
 from tests.server.harness import eventually, make_serving, request
-from tests.server.roles.test_roles import LONG, Pair, alone, fake, folded, pair
+from tests.server.roles.test_roles import LONG, Pair, Rereading, alone, fake, folded, pair, reread
 
 NUMBERS = itertools.count(1)
 TRANSFER = '{"kv_connector": "jax", "kv_connector_extra_config": {"address": "127.0.0.1:0", "pull_timeout": 0.05}}'
@@ -210,7 +210,7 @@ async def test_blocks_are_sent_if_only_one_server_has_a_port(connected: Callable
         if without == "prefill":
             role._offers = None
         else:
-            role._blocks = dataclasses.replace(role._blocks, data_protocol="")
+            role._port = None
         await ports.check_tokens(request(LONG, max_tokens=8))
         assert (ports.both.received.num_pulls, ports.both.received.num_blocks_received) == (0, WHOLE)
 
@@ -229,6 +229,22 @@ async def test_servers_of_other_layouts_only_pull(connected: Callable[..., Any])
         received = ports.both.received
         assert (received.num_pulls_failed, received.num_blocks_received) == (1, WHOLE)
         assert received.num_blocks_missing == (len(LONG) + 2) // 4
+
+
+@pytest.mark.parametrize("who", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+async def test_blocks_are_pulled_after_the_weights_were_read_again(connected: Callable[..., Any], who: str) -> None:
+    """Servers of other layouts refuse each other then, because the files may have changed."""
+
+    class Elsewhere(Rereading):
+        """Its blocks have the same contents and another identity."""
+
+    for other, num_pulls in ((Rereading, 1), (Elsewhere, 0)):
+        async with connected(executors=(fake(other), fake(Rereading)), enable_sleep_mode=True) as ports:
+            await reread(getattr(ports.both, who))
+            await ports.check_tokens(request(LONG, max_tokens=8))
+            assert ports.both.received.num_pulls == num_pulls
+            assert ports.both.decode.serving.engine.load().num_blocks_swapped_in == num_pulls * WHOLE
+            assert ports.both.failures == ({} if num_pulls else {"prefill": 1})
 
 
 @pytest.mark.parametrize("num_requests", [30, pytest.param(1000, marks=pytest.mark.long)])

@@ -10,9 +10,10 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,9 @@ from jpaged.client import Client
 from jpaged.errors import Unavailable
 from jpaged.structured import StructuredOutputs
 from jpaged.types import RequestOutput, SamplingParams
+from tests.e2e.rig import random_prompts
+from tests.models.adapters import TinyAdapter
+from tests.models.tiny import tiny_case, write_checkpoint
 from tests.processes import Process
 
 TALE = "Once upon a time there was a wood, and in the wood a fox. " * 12
@@ -36,13 +40,13 @@ SAMPLINGS = [
 
 
 @contextmanager
-def serving(*words: str) -> Iterator[tuple[Process, str]]:
-    """A server of the demo, and its address."""
+def serving(*words: str, model: str = "demo") -> Iterator[tuple[Process, str]]:
+    """A server of the demo or another model, and its address."""
     common = ("--port", "0", "--dtype", "float32", "--max-num-seqs", "8", "--swap-space", "0.1")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     if "--tensor-parallel-size" in words:
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    process = Process(["-m", "jpaged", "serve", "demo", *common, *words], environment)
+    process = Process(["-m", "jpaged", "serve", model, *common, *words], environment)
     try:
         port = process.wait_for(r"^ready on \S*:(\d+)")[1]
         yield process, f"127.0.0.1:{port}"
@@ -98,11 +102,14 @@ def counted(process: Process) -> dict[str, float]:
 
 
 @contextmanager
-def with_ports(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[tuple[Process, Process, str]]:
+def with_ports(
+    first: tuple[str, ...], second: tuple[str, ...], model: str = "demo"
+) -> Iterator[tuple[Process, Process, str]]:
     """A prefill and a decode server with data ports, and the address of the latter."""
-    with serving("--role", "prefill", *PORT, "--prefill-hold", "5", *first) as (prefill, target):
+    with serving("--role", "prefill", *PORT, "--prefill-hold", "5", *first, model=model) as (prefill, target):
         options = ("--role", "decode", "--prefill-target", target, "--prefill-min-tokens", "32", *PORT)
-        with serving(*options, "--prefill-timeout", "20", "--transfer-timeout", "20", *second) as (decode, address):
+        options = (*options, "--prefill-timeout", "20", "--transfer-timeout", "20", *second)
+        with serving(*options, model=model) as (decode, address):
             yield prefill, decode, address
 
 
@@ -131,6 +138,47 @@ def test_blocks_are_pulled_however_servers_are_laid_out(kind: str) -> None:
         if first or second:  # other layouts change the last bits of log-probabilities
             wanted, found_answers = without_logprobs(wanted), without_logprobs(found_answers)
         assert found_answers == wanted
+        found = counted(decode)
+        assert found["pulls"] >= len(PROMPTS)
+        assert found["pulls_failed"] == 0
+
+
+def of_adapters(target: str, prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[object]:
+    sampling = SamplingParams(max_tokens=12, temperature=0.9, seed=5, n=2, logprobs=1, ignore_eos=True)
+    with Client(target) as client:
+        return [
+            told(client.complete(prompt_token_ids=prompt, sampling=sampling, adapter=name))
+            for prompt in prompts
+            for name in names
+        ]
+
+
+@pytest.mark.long
+def test_blocks_of_adapters_are_pulled(tmp_path: Path) -> None:
+    case = tiny_case("llama_gqa_bias")
+    model = str(write_checkpoint(case, tmp_path / "base"))
+    adapters = [f"{name}={TinyAdapter(case, name, 2, 7.0).write(tmp_path / name)}" for name in "ab"]
+    options = ("--max-model-len", "128", "--block-size", "4", "--lora", adapters[0], "--lora", adapters[1])
+    prompts, names = random_prompts([70, 90, 81]), ["", "a", "b"]
+    with serving(*options, model=model) as (_, single):
+        wanted = of_adapters(single, prompts, names)
+    assert wanted[0] != wanted[1] != wanted[2]
+    with with_ports(options, options, model) as (_, decode, address):
+        assert of_adapters(address, prompts, names) == wanted
+        found = counted(decode)
+        assert (found["pulls"], found["pulls_failed"]) == (len(wanted), 0)
+
+
+SPECULATION = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [(), SPECULATION], ids=["here", "on both"])
+def test_drafts_follow_blocks_that_were_pulled(first: tuple[str, ...]) -> None:
+    with serving() as (_, single):
+        wanted = without_logprobs(answers(single))
+    with with_ports(first, SPECULATION) as (_, decode, address):
+        assert without_logprobs(answers(address)) == wanted
         found = counted(decode)
         assert found["pulls"] >= len(PROMPTS)
         assert found["pulls_failed"] == 0

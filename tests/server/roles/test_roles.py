@@ -480,3 +480,65 @@ async def test_a_pool_without_blocks_of_the_host_is_refused_when_it_is_there() -
         "role: prefill transfers blocks of the prefix cache: prefixes cannot be transferred: "
         "no host memory is configured for the transfer (swap_space)"
     )
+
+
+class Rereading(FakeExecutor):
+    """A fake whose files have other weights at the next wake-up."""
+
+    weight_in_files = 0
+
+    def wake_up(self, tag: Any) -> None:
+        super().wake_up(tag)
+        if tag == "weights":
+            self._weights += self.weight_in_files - self.base_weight
+            self.base_weight = self.weight_in_files
+            self._identity_changed()
+
+
+async def reread(harness: Harness, weight: int = 0) -> None:
+    """Lets a server read its weights again."""
+    executor = harness.executor
+    assert isinstance(executor, Rereading)
+    executor.weight_in_files = weight
+    engine = harness.serving.engine
+    await asyncio.wrap_future(engine.sleep(2))
+    assert await asyncio.wrap_future(engine.wake_up())
+
+
+LONG_EACH = [pytest.param(who, marks=pytest.mark.long) for who in ("prefill", "decode")]
+
+
+@pytest.mark.parametrize("who", [*LONG_EACH, "both"])
+async def test_blocks_are_used_after_the_same_weights_were_read_again(who: str) -> None:
+    async with pair(executors=(fake(Rereading), fake(Rereading)), enable_sleep_mode=True) as both:
+        for one in (both.prefill, both.decode):
+            if who in ("both", one.serving.config.roles.role):
+                await reread(one)
+        message = request(LONG, max_tokens=24)
+        assert folded(await both.generate(message)) == folded(await alone(message))
+        assert both.received.num_blocks_received == len(LONG) // 4
+        assert both.decode.serving.engine.load().num_blocks_swapped_in == len(LONG) // 4
+        assert not both.failures
+
+
+@pytest.mark.parametrize("who", ["prefill", *LONG_EACH[1:], "both"])
+async def test_no_token_of_other_weights_is_taken(who: str) -> None:
+    """A server whose files have changed refuses, and is refused by, one that has the former weights."""
+    weight = 5
+    async with pair(executors=(fake(Rereading), fake(Rereading)), enable_sleep_mode=True) as both:
+        message = request(LONG, max_tokens=8)
+        await both.generate(message)
+        for one in (both.prefill, both.decode):
+            if who in ("both", one.serving.config.roles.role):
+                await reread(one, weight)
+        num_before = both.received.num_blocks_received
+        told = await both.generate(request(f"2 {LONG}", max_tokens=8))
+        prompt = [*f"2 {LONG}".encode()]
+        wanted = expected_tokens(prompt, 8, weight=0 if who == "prefill" else weight)
+        assert [token for one in told for token in one.token_ids] == wanted
+        if who == "both":
+            assert both.received.num_blocks_received > num_before
+            assert not both.failures
+        else:
+            assert both.received.num_blocks_received == num_before
+            assert both.failures == {"prefill": 1}
