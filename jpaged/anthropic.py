@@ -93,7 +93,7 @@ _OWN = frozenset(
     }
 )
 _OF_CHATS = OF_CHATS - {
-    *("n", "best_of", "beam_width", "use_beam_search", "early_stopping", "length_penalty"),
+    *("n", "best_of", "beam_width", "use_beam_search", "early_stopping", "length_penalty", "sampling_logprobs"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"),
     *("max_completion_tokens", "stop", "response_format", "stream_options", "user", "echo", "return_token_ids"),
     *("parallel_tool_calls", "reasoning", "reasoning_effort", "include_reasoning", "thinking_token_budget"),

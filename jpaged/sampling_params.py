@@ -37,8 +37,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOP_N_SIGMA = 100.0
-_MAX_SHOWN = 80
-"""Maximum characters of a value in an error."""
+_MAX_SHOWN, _MAX_OBJECT = 80, 200
+"""Maximum characters of a text in an error, and of another value."""
 
 
 def require_whole_characters(field: str, text: str) -> None:
@@ -80,6 +80,8 @@ def is_loopback(host: str) -> bool:
 def _require(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
         shown = f"{value[:_MAX_SHOWN]!r}... ({len(value)} characters)" if _is_long(value) else repr(value)
+        if len(shown) > _MAX_OBJECT:
+            shown = f"{shown[:_MAX_OBJECT]}..."
         raise InvalidArgument(name, f"{shown} is out of range: must be {limit}")
 
 

@@ -318,6 +318,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"metadata": {"user_id": "x" * 600}}, "metadata.user_id: 600 characters"),
         ({"stop": ["a"]}, "stop: is not supported: use `stop_sequences`"),
         ({"surprise": 1}, "surprise: is not supported"),
+        ({"sampling_logprobs": True}, "sampling_logprobs: is not supported"),
     ],
 )
 def test_a_body_that_cannot_be_honored_names_the_field(body: dict[str, Any], message: str) -> None:

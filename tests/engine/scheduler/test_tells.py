@@ -221,6 +221,13 @@ def test_log_probabilities_of_other_distributions_are_refused(field: str, value:
         SamplingParams(sampling_logprobs=True, **{field: value})
 
 
+def test_errors_show_a_part_of_large_values() -> None:
+    schema = {"properties": {f"a{number}": {"type": "string"} for number in range(500)}}
+    with pytest.raises(InvalidArgument, match=r"structured_outputs: .* must be None with sampling_logprobs") as caught:
+        SamplingParams(sampling_logprobs=True, structured_outputs={"json": schema})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_hidden_states_are_pooled(pooling: Any, is_whole: bool) -> None:
