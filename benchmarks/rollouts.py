@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,8 @@ def make_trainer(folder: Path, dtype: str) -> tuple[Trainer, Trainer]:
 
     def run(is_tied: bool, token_ids: Sequence[int], sampled: Sequence[float]) -> np.ndarray:
         slopes, own_n = step(params, np.array(token_ids, np.int32), np.array(sampled, np.float32), is_tied)
-        assert all(np.isfinite(slope).all() for slope in jax.tree.leaves(slopes))
+        if not all(np.isfinite(slope).all() for slope in jax.tree.leaves(slopes)):
+            raise FloatingPointError("a gradient is not finite")
         return np.asarray(own_n)
 
     return functools.partial(run, False), functools.partial(run, True)
@@ -113,7 +115,11 @@ def measure_groups(llm: LLM, prompt_len: int, num_tokens: int) -> dict[str, floa
     for turn in range(NUM_TURNS + 1):
         for way, found in rates.items():
             prompt = np.random.default_rng(turn * 3 + len(way)).integers(3, 2000, prompt_len).tolist()
-            fields = {"max_tokens": num_tokens, "ignore_eos": True, "use_prefix_cache": way != "separate"}
+            fields: dict[str, Any] = {
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "use_prefix_cache": way != "separate",
+            }
             num_requests = 1 if way == "group" else GROUP_SIZE
             params = [SamplingParams(n=GROUP_SIZE // num_requests, seed=i, **fields) for i in range(num_requests)]
             begin = time.perf_counter()
@@ -124,14 +130,17 @@ def measure_groups(llm: LLM, prompt_len: int, num_tokens: int) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollouts", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollouts",
+        description="measure agreement of trainer and engine, and groups of samples",
+    )
     parser.add_argument("--num-tokens", type=int, default=32, help="tokens of a sample (default: 32)")
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[32, 256], help="of groups (default: 32 256)")
     arguments = parser.parse_args()
     prompts = [np.random.default_rng(i).integers(3, 2000, 9 + 3 * i).tolist() for i in range(4)]
     agreement = []
     for dtype, backend in CASES:
-        options = {"linear_backend": backend, "attention_backend": backend}
+        options: dict[str, Any] = {"linear_backend": backend, "attention_backend": backend}
         with LLM("demo", dtype=dtype, max_num_seqs=8, **options) as llm:
             found = compare(llm, make_trainer(FOLDER, dtype), prompts, arguments.num_tokens)
         agreement.append({"dtype": dtype, "backend": backend, **found})

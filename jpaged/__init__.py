@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         AsyncEngineArgs,
         AsyncLLM,
         AsyncLLMEngine,
+        EmbedsPrompt,
         EngineArgs,
         LLMEngine,
         PromptType,
@@ -77,6 +78,7 @@ __all__ = [
     "DeadlineExceeded",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "FinishReason",
     "InternalError",
@@ -113,7 +115,7 @@ _HOME = {
     **dict.fromkeys(
         (
             *("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "LLM", "LLMEngine"),
-            *("PromptType", "TextPrompt", "TokensPrompt"),
+            *("EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"),
         ),
         "jpaged.llm",
     ),

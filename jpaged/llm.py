@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from types import NoneType
-from typing import Any, NoReturn, TypedDict, Unpack
+from typing import Any, NoReturn, Unpack
 
 from jpaged.chat import ChatKwargs, build_chat_options
 from jpaged.engine.core import PauseMode
@@ -34,6 +34,7 @@ from jpaged.local_model import (
     ONLINE_DEFAULTS,
     Admission,
     AsynchronousModel,
+    EmbedsPrompt,
     EngineArgs,
     GivenAdapter,
     GivenInput,
@@ -85,6 +86,8 @@ from jpaged.sampling_params import (
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
+    EmbedKwargs,
+    ScoreKwargs,
     VectorOptions,
     continued,
     errors_named,
@@ -98,7 +101,6 @@ from jpaged.types import (
     Embedding,
     LoRARequest,
     OutputEvent,
-    Pooling,
     Prompt,
     Request,
     RequestOutput,
@@ -112,6 +114,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "MakeBar",
@@ -141,47 +144,6 @@ class ChatCallKwargs(ChatKwargs, total=False):
     chat_template_content_format: str
     tokenization_kwargs: Mapping[str, Any] | None
     conversations: Messages | Sequence[Messages]
-
-
-class ScoreKwargs(TypedDict, total=False):
-    """Further options of `LLM.score`.
-
-    Attributes:
-        adapter: as in `LLM.generate`.
-        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
-        tokenization_kwargs: as in `LLM.generate`; a cross-encoder has only `truncate_prompt_tokens`.
-        chat_template: template by which a cross-encoder joins the texts, as messages of the roles "query" and
-            "document"; None: the tokenizer joins them. Without an effect on embeddings, as in vLLM.
-        continuations: former argument; calls `score_continuations`.
-    """
-
-    adapter: str | None
-    truncate_prompt_tokens: int | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    chat_template: str | None
-    continuations: Any
-
-
-class EmbedKwargs(TypedDict, total=False):
-    """Further options of `LLM.embed`.
-
-    Attributes:
-        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
-        tokenization_kwargs: as in `LLM.generate`.
-        pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max", "weightedmean"
-            and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last token's hidden
-            state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
-        normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
-        adapter: name of a loaded adapter for all; None for the base model.
-        prompt_name: the model's prompt to put before texts; None for its default, if it has one.
-    """
-
-    truncate_prompt_tokens: int | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    pooling: Pooling | None
-    normalize: bool | None
-    adapter: str | None
-    prompt_name: str | None
 
 
 class LLM(SynchronousModel):
@@ -259,13 +221,35 @@ class LLM(SynchronousModel):
             InvalidArgument: also if both `messages` and `conversations`, its former name, are given.
         """
         words: dict[str, Any] = {**options}
+        adapter, tokenization = words.pop("adapter", None), words.pop("tokenization_kwargs", None)
+        chats = self._parse_chats(messages, words)
+        params = self._params(chats, sampling_params)
+        params = apply_changes(params, tokenization, [None] * len(chats), priority)
+        return self._run(self._requests(params, lora_request, adapter), use_tqdm)
+
+    def preprocess_chat(
+        self, messages: Messages | Sequence[Messages], **options: Unpack[ChatCallKwargs]
+    ) -> list[TokensPrompt]:
+        """Return the token ids of every conversation, which `generate` takes.
+
+        Args:
+            messages: as in `chat`.
+            options: as in `chat`; an adapter has no effect.
+        """
+        words: dict[str, Any] = {**options}
+        tokenization, _ = words.pop("tokenization_kwargs", None), words.pop("adapter", None)
+        params = self._params(self._parse_chats(messages, words), SamplingParams(max_tokens=1))
+        params = apply_changes(params, tokenization, [None] * len(params), None)
+        found = [one.request.prompt_token_ids for one in self._requests(params, None, None)]
+        return [TokensPrompt(prompt_token_ids=list(token_ids)) for token_ids in found]
+
+    def _parse_chats(self, messages: Any, words: dict[str, Any]) -> list[Prompt]:
         conversations = words.pop("conversations", None)
-        adapter, content_format = words.pop("adapter", None), words.pop("chat_template_content_format", "auto")
-        tokenization: Any = words.pop("tokenization_kwargs", None)
+        content_format = words.pop("chat_template_content_format", "auto")
         if conversations is not None:
             if messages is not None:
                 raise InvalidArgument("conversations", "is given together with messages, its new name: give only one")
-            warnings.warn("LLM.chat: conversations is now messages", DeprecationWarning, stacklevel=2)
+            warnings.warn("LLM.chat: conversations is now messages", DeprecationWarning, stacklevel=3)
         many: list[Any] = list(messages if messages is not None else conversations or ())
         if messages is None and conversations is None:
             raise InvalidArgument("messages", "is missing")
@@ -275,9 +259,7 @@ class LLM(SynchronousModel):
         if many and isinstance(many[0], Mapping):
             many = [many]
         chat_options = build_chat_options(**words)
-        params = self._params([Prompt(messages=one, chat_options=chat_options) for one in many], sampling_params)
-        params = apply_changes(params, tokenization, [None] * len(many), priority)
-        return self._run(self._requests(params, lora_request, adapter), use_tqdm)
+        return [Prompt(messages=one, chat_options=chat_options) for one in many]
 
     def beam_search(
         self,

@@ -21,8 +21,6 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
-import numpy as np
-
 from jpaged.build import build, ignore_progress
 from jpaged.chat import build_chat_options
 from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
@@ -109,6 +107,7 @@ GivenParams = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
+_TASKS = ("generate", "embed", "token_embed")
 _NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
@@ -427,6 +426,18 @@ class LocalModel:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any: the model's generation config, then the API's defaults."""
         return SamplingParams(**self._serving.model.default_sampling)
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can do, by vLLM's names; `LLM.score` compares vectors if there is no task `score`."""
+        pooler = self._serving.pooler
+        if pooler is not None and pooler.labels:
+            return ("classify", "score") if len(pooler.labels) == 1 else ("classify",)
+        return _TASKS[1:] if self._serving.engine.geometry.is_encoder else _TASKS
+
+    def set_tokenizer(self, tokenizer: object) -> NoReturn:
+        """Raise Unsupported: a model has one tokenizer, which it is loaded with."""
+        raise Unsupported("set_tokenizer: load the model with the tokenizer: LLM(model, tokenizer=FOLDER)")
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, as transformers reads it; without tokenizer files, a placeholder."""
@@ -755,6 +766,7 @@ def _nothing() -> None:
 
 def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts of a call, which may be an iterator, and True if it is one prompt instead of several."""
+    prompts = _to_list(prompts)
     many: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if isinstance(prompts, str | Mapping):
         return many, True
@@ -762,6 +774,11 @@ def list_prompts(prompts: Any) -> tuple[list[Any], bool]:
     if not is_one:
         return many, False
     return [[one if isinstance(one, int) else int(one) for one in many]], True  # NumPy's integers become Python's
+
+
+def _to_list(given: Any) -> Any:
+    """Return an array of NumPy or JAX, or a tensor of PyTorch, as a list; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
@@ -774,7 +791,10 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(Prompt(text=prompt))
     if not isinstance(prompt, Mapping):
-        return ParsedPrompt(Prompt(token_ids=prompt.tolist() if isinstance(prompt, np.ndarray) else prompt))
+        token_ids = _to_list(prompt)
+        if not isinstance(token_ids, Sequence):
+            raise InvalidArgument("prompts", f"{str(prompt)[:80]} of type {type(prompt).__name__} is no prompt")
+        return ParsedPrompt(Prompt(token_ids=token_ids))
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
     for name in _NOT_PROMPTS:
         if name in fields:
@@ -803,7 +823,7 @@ def parse_pooled(prompt: GivenInput) -> ParsedPrompt:
 
 
 def change_prompt(prompt: Prompt, tokenization_kwargs: Mapping[str, Any] | None) -> Prompt:
-    """Return a prompt with the options of its tokenization.
+    """Return a prompt with options of tokenization.
 
     Raises:
         InvalidArgument: a value is invalid.

@@ -49,7 +49,7 @@ def model_leaves(config: ModelConfig, stored: Iterable[str] = ()) -> ModelLeaves
 
 
 def _renamed(leaf: Leaf, part: str, other: str, names: Collection[str]) -> Leaf:
-    """Return the leaf with a part of its tensors' names replaced, if the checkpoint has them under the other names."""
+    """Return the leaf with a part of the tensors' names replaced, if the checkpoint has them under the other names."""
     tensors = tuple((name.replace(part, other), shape) for name, shape in leaf.tensors)
     is_stored = tensors != leaf.tensors and all(name in names for name, _ in tensors)
     return dataclasses.replace(leaf, tensors=tensors) if is_stored else leaf

@@ -250,15 +250,16 @@ def _embeds_message(given: GivenEmbeds) -> inference_pb2.PromptEmbeds:
     """Build the message of input embeddings.
 
     Raises:
-        InvalidArgument: they are no array of floating numbers with two axes.
+        InvalidArgument: they are no array of floating numbers `[tokens, width]` or `[1, tokens, width]`.
     """
     if isinstance(given, bytes | str):
         return inference_pb2.PromptEmbeds(torch_file=given if isinstance(given, bytes) else base64.b64decode(given))
-    name = given.dtype.name
+    name, given = given.dtype.name, given[0] if given.ndim == 3 and len(given) == 1 else given
     if name not in EMBED_TYPES or given.ndim != 2:
         problem = f"is {name}{list(given.shape)}; must be [tokens, hidden size] of {', '.join(EMBED_TYPES)}"
         raise InvalidArgument("prompt_embeds", problem)
-    return inference_pb2.PromptEmbeds(values=given.tobytes(), dtype=name, num_tokens=len(given))
+    values = given.astype(given.dtype.newbyteorder("<")) if given.dtype.byteorder == ">" else given
+    return inference_pb2.PromptEmbeds(values=values.tobytes(), dtype=name, num_tokens=len(given))
 
 
 def generate_request(

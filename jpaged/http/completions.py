@@ -130,10 +130,11 @@ class CompletionJob:
         try:
             yield
         except InvalidArgument as error:
-            told = renamed(error, self.job.names)
-            if len(self.job.prompts) > 1 and told.field.partition(".")[0] == "prompt":
-                told = type(error)(f"prompt[{number}]", error.problem)
-            if len(self.job.prompts) > 1 and told.field == "prompt_embeds":
+            told, prompts = renamed(error, self.job.names), self.job.prompts
+            num_embeds = sum(one.embeds is not None for one in prompts)  # these are the first
+            if len(prompts) - num_embeds > 1 and told.field.partition(".")[0] == "prompt":
+                told = type(error)(f"prompt[{number - num_embeds}]", error.problem)
+            if num_embeds > 1 and told.field == "prompt_embeds":
                 told = type(error)(f"prompt_embeds[{number}]", error.problem)
             raise told from error
 

@@ -1,6 +1,6 @@
 """Recurrent layers over packed rows: states, short convolutions, the delta rule and Mamba-2. XLA is the reference.
 
-Decays are of each head, or of each channel of its keys (Kimi Delta Attention).
+Each head has a decay, or each channel of keys (Kimi Delta Attention).
 
 A sequence has a slot in each array of states, `[L, N, ...]`, and slot 0 is for padding. A step reads the state of each
 row from one slot and writes it to another. So a fork costs no copy: the first step reads the parent's slot.
@@ -45,7 +45,7 @@ from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 BLOCK_LEN, SHORT_LEN = 64, 16
 """Tokens of a block, and of the longest rows that are computed all at once.
 
-Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has its own decay.
+Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has a decay.
 """
 _ZEROS, _ROW_BEFORE = -1, -2
 """Sources of rows in the C++ kernel that are no slots: a sequence begins, or continues the row before."""
@@ -439,7 +439,7 @@ def _run_block(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _run_channels(one: Recurrence, state_hdv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the same as `_run_block` if each channel of a key has its own decay, which is part of its products."""
+    """Return the same as `_run_block` if each channel of a key has a decay, which is part of the products."""
     num_tokens, num_heads, _ = one.x_thv.shape
     group = num_heads // one.q_tkd.shape[1]
     q_hcd, k_hcd = (jnp.repeat(x, group, axis=1).swapaxes(0, 1) for x in (one.q_tkd, one.k_tkd))

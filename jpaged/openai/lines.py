@@ -261,7 +261,7 @@ def parse_job(line: Line, defaults: Mapping[str, Any] = NO_DEFAULTS) -> Job:
         }
         for name, is_asked in elsewhere.items():
             if is_asked:
-                raise InvalidArgument(name, f"{line.body[name]!r} is not supported in a file")
+                raise InvalidArgument(name, f"{shown(line.body[name])} is not supported in a file")
     return job
 
 

@@ -45,6 +45,7 @@ _OF_REASONING = {
     "include_reasoning": "include",
     "thinking_token_budget": "thinking_token_budget",
 }
+_LONG_FIELDS = ("max_tokens", "min_tokens", "prompt_embeds")
 _UNLIMITED = -1
 """The thinking token budget that vLLM reads as none."""
 
@@ -690,7 +691,7 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument:
     """Return an error with the caller's name of the field."""
     bare = error.field.removeprefix("sampling.")
-    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in ("max_tokens", "min_tokens")):
+    if bare == "prompt" or (isinstance(error, RequestTooLong) and bare not in _LONG_FIELDS):
         return type(error)(names.get("prompt", "prompt"), error.problem)
     first, dot, rest = bare.partition(".")
     if first == "structured_outputs" and first in names:  # the caller has no names for nested fields
@@ -737,7 +738,7 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
 
 
 def _prompts_of_body(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
-    """Return the prompts of completions: first those of input embeddings, as in vLLM."""
+    """Return the prompts of completions: first input embeddings; an empty `prompt` is then none, as in vLLM."""
     given = body.get("prompt_embeds", [])
     many = [given] if isinstance(given, str) else given
     if not isinstance(many, list) or not all(isinstance(one, str) for one in many):
@@ -745,10 +746,9 @@ def _prompts_of_body(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     for name in ("echo", "prompt_logprobs") if many else ():
         if body.get(name, False) is not False:
             raise InvalidArgument(name, "is not compatible with prompt_embeds, whose positions have no tokens")
-    prompts = _prompts(body.get("prompt")) if "prompt" in body or not many else ()
-    if len(many) + len(prompts) > MAX_PROMPTS:
-        problem = f"{len(many)} of them and {len(prompts)} others are over {MAX_PROMPTS} prompts"
-        raise InvalidArgument("prompt_embeds", problem)
+    prompts = () if many and body.get("prompt", "") in ("", []) else _prompts(body.get("prompt"))
+    if (total := len(many) + len(prompts)) > MAX_PROMPTS:
+        raise InvalidArgument("prompt_embeds", f"{total} prompts, with those of `prompt`, are over {MAX_PROMPTS}")
     return (*(Prompt(embeds=one) for one in many), *prompts)
 
 

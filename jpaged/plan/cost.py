@@ -32,8 +32,6 @@ class Assumptions:
         host_link_efficiency: share of the link's peak, for long transfers.
         step_overhead_s: host work and kernel launches of a step that do not overlap with the device.
         all_reduce_s: one all-reduce between the devices of one model; there are two per layer.
-        grpc_bytes_per_s: blocks sent between two servers over gRPC, bound by a core that hashes and copies them.
-        offer_s: latency of a transfer between servers.
         transfer_latency_s: cost of a transfer over the host link in addition to its bytes. A block is 2 * num_layers
             transfers (its keys and its values in each layer), as in the system that the paper measured.
         half_rate_run_bytes: gathered KV memory is read at half the bandwidth when its consecutive run (one head's part
@@ -43,6 +41,8 @@ class Assumptions:
                 measured
             for its kernel (section 7.1). It is an assumption that other sizes follow the same curve.
         memory_utilization: share of HBM for weights and KV pool if no pool size is given.
+        grpc_bytes_per_s: blocks sent between two servers over gRPC, bound by a core that hashes and copies them.
+        offer_s: latency of a transfer between servers.
     """
 
     bandwidth_efficiency: float = 0.7
@@ -50,11 +50,11 @@ class Assumptions:
     host_link_efficiency: float = 0.8
     step_overhead_s: float = 0.005
     all_reduce_s: float = 20e-6
-    grpc_bytes_per_s: float = 0.3e9
-    offer_s: float = 0.005
     transfer_latency_s: float = 5e-6
     half_rate_run_bytes: float = 942.0
     memory_utilization: float = 0.9
+    grpc_bytes_per_s: float = 0.3e9
+    offer_s: float = 0.005
 
 
 ASSUMED = Assumptions()

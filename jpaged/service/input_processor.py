@@ -232,9 +232,7 @@ class InputProcessor:
             thinking = self._answering.thinking(prompt.chat_options, token_ids)
             if thinking is not None and sampling.sampling_logprobs:
                 raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
-        outputs = sampling.structured_outputs
-        if outputs is not None and not outputs.has_constraint:  # only options of a constraint, without a constraint
-            sampling = dataclasses.replace(sampling, structured_outputs=None)
+        sampling = _without_empty_constraint(sampling)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
         bad_word_ids = self._bad_word_ids(sampling)
@@ -324,7 +322,8 @@ class InputProcessor:
         values_te = prompt_embeds.read_embeds(given, self._geometry)
         kept, max_tokens = self._kept_part(prompt, sampling)
         values_te = values_te[kept]
-        self._check_length(len(values_te), sampling, max_tokens, fills_length=prompt.fills_length)
+        fills, what = prompt.fills_length, prompt_embeds.FIELD
+        self._check_length(len(values_te), sampling, max_tokens, fills_length=fills, what=what)
         prompt_embeds.check_finite(values_te, self._geometry)
         return prompt_embeds.with_digests((EmbeddedSpan(0, values_te),), len(values_te), self._geometry.block_size)
 
@@ -505,12 +504,19 @@ class InputProcessor:
         raise InvalidArgument(field, f"{wrong!r} is not a token id from 0 to {vocab_size - 1}")
 
     def _check_length(
-        self, num_prompt_tokens: int, sampling: SamplingParams, max_tokens: int, *, fills_length: bool
+        self,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        max_tokens: int,
+        *,
+        fills_length: bool,
+        what: str = "prompt",
     ) -> None:
         """Reject a request that can never fit; the error names the prompt only if one more token does not fit.
 
         Args:
             fills_length: `max_tokens` is the minimum, which the caller gives as `min_tokens`.
+            what: field of the prompt.
         """
         geometry = self._geometry
         total, num_rows = num_prompt_tokens + max_tokens, sampling.beam_width or sampling.num_samples
@@ -518,20 +524,20 @@ class InputProcessor:
             name = "beam_width" if sampling.beam_width else "best_of" if sampling.best_of else "n"
             of_rank = f" over {geometry.dp_size} devices" if geometry.dp_size > 1 else ""
             raise InvalidArgument(f"sampling.{name}", f"{num_rows} is over max_num_seqs{of_rank} ({limit})")
-        what = f"{num_prompt_tokens} prompt tokens"
-        what += f" and {max_tokens} to generate make {total}" if max_tokens else ""
+        text = f"{num_prompt_tokens} prompt tokens"
+        text += f" and {max_tokens} to generate make {total}" if max_tokens else ""
         shortest, name = min(max_tokens, 1), "sampling.min_tokens" if fills_length else "sampling.max_tokens"
         if total > geometry.max_model_len:
-            field = "prompt" if num_prompt_tokens + shortest > geometry.max_model_len else name
-            raise RequestTooLong(field, f"{what}, over max_model_len ({geometry.max_model_len})")
+            field = what if num_prompt_tokens + shortest > geometry.max_model_len else name
+            raise RequestTooLong(field, f"{text}, over max_model_len ({geometry.max_model_len})")
         needed = geometry.num_blocks_alone(num_prompt_tokens, max_tokens, num_rows)
         if needed > (limit := geometry.num_blocks_of_rank):
             pool_tokens = limit * geometry.block_size
             blocks = f"{limit} blocks of {geometry.block_size}"
             each = f" for each of {num_rows} sequences" if num_rows > 1 else ""
             times = f"{each}, {needed} blocks" if num_rows > 1 or len(geometry.windows) > 1 else ""
-            field = "prompt" if geometry.num_blocks_alone(num_prompt_tokens, shortest, num_rows) > limit else name
-            raise RequestTooLong(field, f"{what}{times}, over the whole pool ({pool_tokens}: {blocks})")
+            field = what if geometry.num_blocks_alone(num_prompt_tokens, shortest, num_rows) > limit else name
+            raise RequestTooLong(field, f"{text}{times}, over the whole pool ({pool_tokens}: {blocks})")
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
         """Return the largest max_tokens that fits after a prompt, given that `sampling.max_tokens` fits."""
@@ -590,6 +596,13 @@ def _without_none(prompt: Prompt, sampling: SamplingParams) -> tuple[Prompt, Sam
         return prompt, sampling
     prompt = dataclasses.replace(prompt, fills_length=True, max_filled=None)
     return prompt, dataclasses.replace(sampling, max_tokens=max(1, sampling.min_tokens))
+
+
+def _without_empty_constraint(sampling: SamplingParams) -> SamplingParams:
+    """Return parameters without structured outputs that only have options of a constraint, without a constraint."""
+    outputs = sampling.structured_outputs
+    is_empty = outputs is not None and not outputs.has_constraint
+    return dataclasses.replace(sampling, structured_outputs=None) if is_empty else sampling
 
 
 def _largest(token_ids: Sequence[int]) -> int:

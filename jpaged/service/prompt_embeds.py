@@ -63,19 +63,19 @@ def read_embeds(given: GivenEmbeds, geometry: Geometry) -> NDArray[np.float32]:
     Raises:
         InvalidArgument: they are not readable, or of another type or shape than the model takes.
         RequestTooLong: there are more tokens than a sequence has.
-        Unsupported: the server takes none.
+        Unsupported: the model was loaded without the option.
     """
     if not geometry.embed_width:
-        raise Unsupported(f"{FIELD}: the server was started without --enable-prompt-embeds")
+        option = "without --enable-prompt-embeds (enable_prompt_embeds=True of LLM)"
+        raise Unsupported(f"{FIELD}: the model was loaded {option}")
     if not isinstance(given, str | bytes):
         _check_shape(given.shape, geometry)
         return _to_float32(given).reshape(-1, geometry.embed_width)
     most = geometry.max_model_len * geometry.embed_width * _WIDEST + _MAX_OTHER_BYTES
     size = len(given) * 3 // 4 if isinstance(given, str) else len(given)
     if size > most:
-        raise RequestTooLong(
-            FIELD, f"{size} bytes, over the limit of {most}: save a clone() of a part of a larger tensor"
-        )
+        limit = f"{size} bytes, over the limit of {most} for max_model_len ({geometry.max_model_len}) tokens"
+        raise RequestTooLong(FIELD, f"{limit}: save a clone() of a part of a larger tensor")
     if isinstance(given, bytes):
         return _read_torch_file(given, geometry)
     try:
@@ -251,9 +251,9 @@ class _TensorPickle:
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(self._memo[argument])
         elif name == "GLOBAL":
-            stack.append(_known_name(argument))
+            stack.append(_known_name(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            stack[-2:] = [_known_name(f"{stack[-2]} {stack[-1]}")]
+            stack[-2:] = [_known_name(*stack[-2:])]
         elif name == "BINPERSID":
             stack.append(_storage_from(stack.pop()))
         elif name == "REDUCE":
@@ -268,7 +268,10 @@ _LITERALS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "B
 _TUPLES = {"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def _known_name(name: str) -> _TorchName:
+def _known_name(module: Any, attribute: Any) -> _TorchName:
+    if not isinstance(module, str) or not isinstance(attribute, str):  # a tuple's text may be exponentially long
+        raise ValueError("its pickle names something else than a text")
+    name = f"{module} {attribute}"
     if name not in _KNOWN:
         raise ValueError(f"its pickle names {name[:_SHOWN_CHARS]!r}; only a dense tensor of floats is accepted")
     return _TorchName(name)

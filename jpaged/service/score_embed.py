@@ -14,10 +14,10 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +121,7 @@ def continued(
 
     Raises:
         InvalidArgument: there are none or too many, or one is empty or neither text nor token ids.
-        RequestTooLong: one is over max_model_len with the prompt.
+        RequestTooLong: one exceeds max_model_len with the prompt.
     """
     require_parts("continuations", len(continuations))
     for i, continuation in enumerate(continuations):
@@ -141,7 +141,7 @@ def embeddable(processor: InputProcessor, prompts: Sequence[Prompt]) -> list[tup
 
     Raises:
         InvalidArgument: one is empty, or has an id outside the vocabulary.
-        RequestTooLong: one is over max_model_len.
+        RequestTooLong: one exceeds max_model_len.
     """
     found = []
     for i, prompt in enumerate(prompts):
@@ -184,6 +184,47 @@ def get_score(output: RequestOutput) -> Score:
         raise InternalError(f"request {output.request_id!r} has no prompt log-probabilities")
     told = [position.chosen for position in output.prompt_logprobs if position is not None]
     return Score(tuple(told), all(one.rank == 1 for one in told), output.usage)
+
+
+class ScoreKwargs(TypedDict, total=False):
+    """Further options of `LLM.score`.
+
+    Attributes:
+        adapter: as in `LLM.generate`.
+        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
+        tokenization_kwargs: as in `LLM.generate`; a cross-encoder has only `truncate_prompt_tokens`.
+        chat_template: template by which a cross-encoder joins the texts, as messages of the roles "query" and
+            "document"; None: the tokenizer joins them. Without an effect on embeddings, as in vLLM.
+        continuations: former argument; calls `score_continuations`.
+    """
+
+    adapter: str | None
+    truncate_prompt_tokens: int | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    chat_template: str | None
+    continuations: Any
+
+
+class EmbedKwargs(TypedDict, total=False):
+    """Further options of `LLM.embed`.
+
+    Attributes:
+        truncate_prompt_tokens: keep only the last N tokens of each prompt; -1 keeps what fits into max_model_len.
+        tokenization_kwargs: as in `LLM.generate`.
+        pooling: "last" for the last token, "mean" for the mean of all; encoders also have "cls", "max", "weightedmean"
+            and "mean_sqrt_len_tokens". None is the model's own, with its layers and norm: the last token's hidden
+            state, unless the checkpoint has modules of sentence-transformers or is an encoder's.
+        normalize: without `pooling_params`: scale each vector to length 1; None leaves it to the model.
+        adapter: name of a loaded adapter for all; None for the base model.
+        prompt_name: the model's prompt to put before texts; None for its default, if it has one.
+    """
+
+    truncate_prompt_tokens: int | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    pooling: Pooling | None
+    normalize: bool | None
+    adapter: str | None
+    prompt_name: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,11 +613,13 @@ class FakeExecutor:
         return weights
 
     def update(self, update: WeightUpdate) -> None:
-        """Replace the weights at once."""
+        """Replace the weights at once; adapter slots are empty after it if the weights were asleep."""
         assert isinstance(update, FakeUpdate)
         if update.fails:
             self.discard()
             raise InvalidArgument("weights", "tensor w is not finite")
+        if "weights" in self.asleep:
+            self._weights[:] = self.base_weight
         self._weights += update.weight - self.base_weight
         self.base_weight = update.weight
         self.asleep.discard("weights")

@@ -213,12 +213,18 @@ def to_host_array(embeds: Any) -> NDArray[Any]:
     """Return an array of NumPy or JAX, or a tensor of PyTorch, in host memory.
 
     NumPy cannot read bfloat16 tensors of PyTorch.
+
+    Raises:
+        InvalidArgument: it is no dense array.
     """
-    detach = getattr(embeds, "detach", None)
-    if detach is None:
-        return np.asarray(embeds)
-    tensor = detach().cpu()
-    return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+    try:
+        detach = getattr(embeds, "detach", None)
+        if detach is None:
+            return np.asarray(embeds)
+        tensor = detach().cpu()
+        return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
+    except (RuntimeError, TypeError, ValueError) as error:  # ragged lists, and sparse tensors
+        raise InvalidArgument("prompt_embeds", f"is no dense array of numbers: {str(error)[:200]}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,13 +68,14 @@ async def test_every_line_gets_its_answer(tmp_path):
         (COMPLETIONS, {"prompt": "x" * 500}),
         (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 3, "seed": 1, "max_tokens": 4, "ignore_eos": True}),
         (COMPLETIONS, {"prompt": "x", "n": 2, "beam_width": 3, "length_penalty": 0.5, "max_tokens": 4}),
+        (COMPLETIONS, {"prompt_embeds": "A" * 5000}),
     ]
     source, target = write_input(tmp_path / "in", bodies), tmp_path / "out"
     seen: list[BatchSummary] = []
     async with running() as harness:
         summary = await run_batch(BatchOptions(source, target, harness.target, max_concurrency=4), seen.append)
     found = results(target)
-    assert found.keys() == {f"c{i}" for i in range(11)}
+    assert found.keys() == {f"c{i}" for i in range(12)}
     for i in range(3):
         choice = found[f"c{i}"]["response"]["body"]["choices"][0]
         tokens = expected_tokens(list(f"prompt {i}".encode()), 6)
@@ -93,8 +94,9 @@ async def test_every_line_gets_its_answer(tmp_path):
         assert choices[0]["text"] != choices[1]["text"]
     assert found["c9"]["response"]["body"]["usage"]["completion_tokens"] == 12
     assert "over max_model_len (128)" in error_in(found["c8"])["message"]
+    assert len(refused := error_in(found["c11"])["message"]) < 200 and "is not supported in a file" in refused
     assert (error_in(found["c8"])["code"], error_in(found["c8"])["param"]) == ("context_length_exceeded", "prompt")
-    assert (summary.num_succeeded, summary.num_failed, summary.num_skipped) == (8, 3, 0)
+    assert (summary.num_succeeded, summary.num_failed, summary.num_skipped) == (8, 4, 0)
     assert seen[-1] == summary
     assert summary.completion_tokens == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in found.values() if failure_in(line) is None

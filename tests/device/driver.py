@@ -123,7 +123,7 @@ class Driver:
             state_sources_s=states_sw[:, 0],
             state_slots_s=states_sw[:, 0],
             is_draft_s=np.zeros(s, np.bool_),
-            draft_slots_sk=states_sw[:, 1:],
+            draft_slots_sk=states_sw[:, 1:] if geometry.state_bytes else None,
         )
 
     def sampling(self, rows: list[Row], *, detail: Detail = Detail.LOGPROBS) -> SamplingInputs:

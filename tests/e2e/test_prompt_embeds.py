@@ -130,7 +130,7 @@ def test_embeddings_that_differ_share_nothing(tmp_path: Path) -> None:
             (output,) = llm.generate([EmbedsPrompt(prompt_embeds=embeds)], GREEDY)
             cached.append(output.usage.cached_tokens)
         assert cached == [0, 20, 8, 0]
-        (output,) = llm.generate([{"prompt_embeds": first, "cache_salt": "another"}], GREEDY)
+        (output,) = llm.generate([EmbedsPrompt(prompt_embeds=first, cache_salt="another")], GREEDY)
         assert output.usage.cached_tokens == 0
         zeros = llm.generate(as_tokens([[0] * 21]), GREEDY)
         assert zeros[0].usage.cached_tokens == 0
@@ -146,15 +146,16 @@ def test_arrays_of_other_libraries_are_read(tmp_path: Path) -> None:
 
         given: list[Any] = [rows, rows.tolist(), jnp.asarray(rows), rows[None]]
         given.append(pytest.importorskip("torch").asarray(rows).requires_grad_())
-        assert texts(llm.generate([{"prompt_embeds": one} for one in given], GREEDY)) == want * 5
+        assert texts(llm.generate([EmbedsPrompt(prompt_embeds=one) for one in given], GREEDY)) == want * 5
         rounded = jnp.asarray(rows, jnp.bfloat16)
         half = [rounded, np.asarray(rounded, np.float32), pytest.importorskip("torch").asarray(rows).bfloat16()]
-        (a, b, c) = texts(llm.generate([{"prompt_embeds": one} for one in half], GREEDY))
+        (a, b, c) = texts(llm.generate([EmbedsPrompt(prompt_embeds=one) for one in half], GREEDY))
         assert a == b == c
         with pytest.raises(InvalidArgument, match=r"prompt_embeds: has the shape \(5, 63\); the model takes"):
             llm.generate({"prompt_embeds": rows[:, 1:]}, GREEDY)
+        both: Any = {"prompt_embeds": rows, "prompt": "a"}
         with pytest.raises(InvalidArgument, match=r"given; must be one of prompt, prompt_token_ids, prompt_embeds"):
-            llm.generate({"prompt_embeds": rows, "prompt": "a"}, GREEDY)  # type: ignore[typeddict-unknown-key]
+            llm.generate(both, GREEDY)
 
 
 @pytest.mark.long

@@ -178,7 +178,7 @@ def test_max_tokens_of_none_fills_the_context(open_model: Open) -> None:
 @pytest.mark.parametrize(
     ("prompt", "error", "problem"),
     [
-        ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds: the server was started without"),
+        ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds: the model was loaded without"),
         ({"prompt": "a", "multi_modal_data": {}}, Unsupported, "multi_modal_data is not supported"),
         ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt, prompt_token_ids, "),
     ],
@@ -293,6 +293,40 @@ def test_chats_take_vllms_arguments(open_model: Open) -> None:
         llm.chat()
     with pytest.raises(InvalidArgument, match="conversations: is given together with messages"):
         llm.chat(turn, conversations=[turn])
+
+
+def test_chats_are_rendered_to_tokens(open_model: Open) -> None:
+    llm = open_model()
+    turn = [{"role": "user", "content": "hi"}]
+    want = [list(one.prompt_token_ids) for one in llm.chat([turn, turn], GREEDY)]
+    rendered = llm.preprocess_chat([turn, turn], chat_template_content_format="auto", tools=None)
+    assert [one["prompt_token_ids"] for one in rendered] == want
+    assert tokens(llm.generate(rendered, GREEDY)) == tokens(llm.chat([turn, turn], GREEDY))
+    (last,) = llm.preprocess_chat(turn, tokenization_kwargs={"truncate_prompt_tokens": 2})
+    assert last["prompt_token_ids"] == want[0][-2:]
+    with pytest.raises(InvalidArgument, match="messages: is missing"):
+        llm.preprocess_chat(None)  # type: ignore[arg-type]
+
+
+def test_tasks_are_named_as_in_vllm(open_model: Open) -> None:
+    llm = open_model()
+    assert llm.supported_tasks == ("generate", "embed", "token_embed")
+    with pytest.raises(
+        Unsupported, match=r"set_tokenizer: load the model with the tokenizer: LLM\(model, tokenizer=FOLDER\)"
+    ):
+        llm.set_tokenizer(llm.get_tokenizer())
+
+
+def test_arrays_are_prompts_and_other_objects_are_refused_by_name(open_model: Open) -> None:
+    import jax.numpy as jnp
+
+    llm = open_model()
+    want = tokens(llm.generate([IDS], GREEDY))
+    for given in (jnp.asarray(IDS), [jnp.asarray(IDS)], np.asarray(IDS), np.asarray([IDS])):
+        assert tokens(llm.generate(given, GREEDY)) == want  # type: ignore[arg-type]
+    for wrong in (np.array([1.5, 2.0]), [7.5], [None]):
+        with pytest.raises(InvalidArgument, match=r"prompts: .* of type \w+ is no prompt"):
+            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
 
 
 def test_vectors_and_similarities(open_model: Open) -> None:
@@ -827,6 +861,7 @@ def test_encode_classifies_if_the_model_has_a_head(open_model: Open) -> None:
     layer = Dense(np.full((len(state.outputs.data), 2), [0.001, 0.002], np.float32))
     pooler = CheckpointPooler(layers=(layer,), labels=("no", "yes"), function="softmax")
     llm._serving = dataclasses.replace(llm._serving, pooler=pooler)
+    assert llm.supported_tasks == ("classify",)
     (want,) = llm.classify([IDS])
     for given in ({"pooling_task": "classify"}, {"pooling_params": PoolingParams(task="classify")}):
         (found,) = llm.encode([IDS], **given)

@@ -217,6 +217,24 @@ def test_an_adapter_stays_loaded() -> None:
     assert h.tokens("b") == expected_tokens(PROMPT, 8, weight=15)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_adapter_is_loaded_again_after_an_update_of_weights_that_sleep(level: int) -> None:
+    h = Harness(executor=with_adapters(2)())
+    adapter = LoadedAdapter("a", "", 1, FakeAdapter(5))
+    h.submit("a", PROMPT, adapter=adapter, max_tokens=8)
+    h.run()
+    asleep = h.engine.sleep(level)
+    h.engine.step()
+    asleep.result(0)
+    updated(h, FakeUpdate(10))
+    awake = h.engine.wake_up()
+    h.engine.step()
+    awake.result(0)
+    h.submit("b", PROMPT, adapter=adapter, max_tokens=8)
+    h.run()
+    assert h.tokens("b") == expected_tokens(PROMPT, 8, weight=15)
+
+
 def test_weights_sleep_after_an_update_that_failed() -> None:
     h = Harness()
     h.submit("a", PROMPT, max_tokens=20)

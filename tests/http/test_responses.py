@@ -303,7 +303,7 @@ USER = {"role": "user", "content": "hi"}
         ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
         ({"input": "a", "text": {"verbosity": "none"}}, "text.verbosity", "low, medium, high"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"input": "a", "max_output_tokens": 4000}, "input", ""),
+        ({"input": "a", "max_output_tokens": 4000}, "max_output_tokens", "over max_model_len"),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
         ({"input": "a", "n": 2}, "n", "one output"),
         ({"input": "a", "temperature": -1}, "temperature", ""),

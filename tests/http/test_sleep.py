@@ -63,6 +63,13 @@ async def test_generation_is_paused_and_resumed() -> None:
             assert (await client.post("/v1/completions", json=BODY)).status_code == 503
             assert (await client.post("/resume")).json() == {"status": "resumed"}
             assert (await client.get("/is_paused")).json() == {"is_paused": False}
+        body = {**BODY, "prompt": "a prompt of several blocks of tokens"}
+        for clears, is_cached in (("0", True), ("false", True), ("1", False), ("true", False)):
+            await client.post("/v1/completions", json=body)
+            await client.post(f"/pause?clear_cache={clears}")
+            await client.post("/resume")
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) is is_cached, clears
         await client.post("/pause?mode=keep")
         later = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await eventually(lambda: harness.num_open_calls == 1)

@@ -255,6 +255,11 @@ def as_transformers(config: Fields) -> Any:
     return AutoConfig.for_model(**copy.deepcopy(given))  # which writes into the sections that it is given
 
 
+def test_the_length_of_phi_that_a_config_leaves_out_is_that_of_transformers() -> None:
+    given = {name: value for name, value in PUBLISHED["phi-3-mini-128k"].items() if name != "max_position_embeddings"}
+    assert from_hf(given) == from_hf({**given, "max_position_embeddings": 4096})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:

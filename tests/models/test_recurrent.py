@@ -528,7 +528,6 @@ def test_the_width_of_the_feed_forward_follows_its_settings() -> None:
         ({"context_parallel_size": 2}, "context_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"kv_policy": "reserve-max"}, "kv_policy"),
-        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative_config"),
         ({"enable_lora": True}, "enable_lora"),
         ({"role": "prefill"}, "role"),
         ({"kv_disk_space": 1.0, "kv_disk_dir": "/tmp/blocks"}, "kv_disk_space"),

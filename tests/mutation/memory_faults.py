@@ -31,8 +31,8 @@ MEMORY_FAULTS = (
     Fault(
         "the block hash ignores input embeddings",
         "kv_cache/blocks.py",
-        "    if any(digests):",
-        "    if any(digests[1:0]):",
+        "    if not any(digests):",
+        "    if not any(digests[1:0]):",
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
@@ -43,7 +43,7 @@ MEMORY_FAULTS = (
         ("kv_cache/test_prefixes.py",),
     ),
     Fault(
-        "a step drops the last of its input embeddings",
+        "a step drops the last input embedding",
         "scheduler/output.py",
         "embeds.iter_rows(row.start, row.start + row.num_tokens)",
         "embeds.iter_rows(row.start, row.start + row.num_tokens - 1)",

@@ -158,7 +158,7 @@ ROLE_FAULTS = (
         BETWEEN,
     ),
     Fault(
-        "a pull is not bound to the tokens of its offer",
+        "a pull is not bound to the offered tokens",
         "service/roles.py",
         "if offer.block_shape[1] == self._blocks.block_size and keys",
         "if False and keys",

@@ -68,7 +68,7 @@ SAMPLES: dict[type, tuple[Any, ...]] = {
 READ_BY_SOME = {
     *("user", "echo", "stream", "return_token_ids", "include_reasoning", "add_special_tokens", "chat_template_kwargs"),
     *("documents", "continue_final_message", "add_generation_prompt", "request_id", "use_beam_search"),
-    *("return_tokens_as_token_ids", "truncation_side", "thinking_token_budget"),
+    *("return_tokens_as_token_ids", "truncation_side", "thinking_token_budget", "prompt_embeds"),
 }
 SURPRISE = {"never": ["meant"]}
 VLLM_CHAT: dict[str, Any] = {

@@ -12,6 +12,7 @@ import pytest
 
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client import AsyncClient
+from jpaged.errors import InvalidArgument
 from jpaged.testing import with_embeds
 from jpaged.types import SamplingParams
 from tests.http.generate.asking import GREEDY, PAST_THE_END, asking, text_of
@@ -43,10 +44,19 @@ async def test_a_call_with_embeddings_gives_the_tokens_of_the_text() -> None:
         assert "".join(one.text for one in messages) == text_of("hello", 8)
         assert messages[-1].usage.prompt_tokens == 5
         async with AsyncClient(harness.target) as client:
-            for given in (rows("hello"), rows("hello", "float16"), rows("hello", "float64"), rows("hello").tolist()):
+            for given in (
+                rows("hello"),
+                rows("hello", "float16"),
+                rows("hello", "float64"),
+                rows("hello", ">f4"),
+                rows("hello").tolist(),
+                rows("hello")[None],
+            ):
                 output = await client.complete({"prompt_embeds": given}, ONE)
                 assert output.outputs[0].text == text_of("hello", 8)
             assert output.prompt_token_ids == (0,) * 5
+            with pytest.raises(InvalidArgument, match="prompt_embeds: is no dense array of numbers"):
+                await client.complete({"prompt_embeds": [[1.0, 2.0], [3.0]]}, ONE)
             stream = client.generate({"prompt_embeds": base64.b64decode(encoded("hey"))}, ONE)
             assert "".join([chunk.text async for chunk in stream]) == text_of("hey", 8)
 
@@ -92,6 +102,7 @@ async def test_completions_begin_with_those_of_embeddings() -> None:
     async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
         for given, others, texts in (
             (encoded("hello"), None, ["hello"]),
+            (encoded("hello"), "", ["hello"]),  # as in vLLM's examples
             ([encoded("hello"), encoded("hey")], None, ["hello", "hey"]),
             (encoded("hello"), "a text", ["hello", "a text"]),
             ([], "a text", ["a text"]),
@@ -118,10 +129,23 @@ async def test_completions_begin_with_those_of_embeddings() -> None:
         ([], {}, "prompt: must be a string"),
         (encoded("a"), {"echo": True}, "echo: is not compatible with prompt_embeds"),
         (encoded("a"), {"prompt_logprobs": True}, "prompt_logprobs: is not compatible with prompt_embeds"),
-        (encoded("a" * 200), {}, r"200 tokens are over max_model_len \(128\)"),
+        (encoded("a" * 200), {}, r"prompt_embeds: 200 tokens are over max_model_len \(128\)"),
+        (encoded("a" * 9000), {}, r"prompt_embeds: \d+ bytes, over the limit of \d+ for max_model_len \(128\)"),
+        (encoded("a" * 128), {}, "prompt_embeds: 128 prompt tokens and 6 to generate make 134"),
     ],
 )
 async def test_a_wrong_body_is_a_bad_request(embeds: Any, fields: dict[str, Any], problem: str) -> None:
     async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
         with pytest.raises(openai.BadRequestError, match=problem):
             await complete(client, None, embeds, **fields)
+
+
+async def test_errors_number_texts_and_embeddings_separately() -> None:
+    async with asking(executor=with_embeds()(), enable_prompt_embeds=True) as (_, client):
+        for prompt, embeds, field in (
+            (["a", ""], [encoded("a")], r"prompt\[1\]: is empty"),
+            ("a" * 128, [encoded("a")], "prompt: 128 prompt tokens"),
+            ("a", [encoded("a"), encoded("a" * 128)], r"prompt_embeds\[1\]: 128 prompt tokens"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=field):
+                await complete(client, prompt, embeds)

@@ -241,6 +241,7 @@ def test_a_generate_request_uses_every_field():
     assert names_of(inference_pb2.GenerateRequest) - {field.name for field, _ in message.ListFields()} == {
         "token_ids",
         "chat",
+        "prompt_embeds",
     }
     by_ids = client_wire.generate_request(Prompt(token_ids=(1,)), None, request_id=None, model=None)
     assert list(by_ids.token_ids.ids) == [1]

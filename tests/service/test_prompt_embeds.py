@@ -69,6 +69,20 @@ def test_what_torch_itself_saves_is_read(dtype):
     np.testing.assert_array_equal(read(written.getvalue()), VALUES[1:])
 
 
+def with_description(pickled: bytes) -> bytes:
+    """A file whose description is this pickle."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    return written.getvalue()
+
+
+def pairs_of_pairs(depth: int) -> bytes:
+    """A pickle of a few hundred bytes that names a tuple whose text has 2 ** depth parts."""
+    pair = b"".join(b"h%ch%c\x86\x94" % (number, number) for number in range(depth))
+    return b"\x80\x04)\x94" + pair + b"\x8c\x01a\x93."
+
+
 class Hostile:
     """Runs a command where it is unpickled."""
 
@@ -104,6 +118,7 @@ HOSTILE = {
     "text as a size": torch_file(tensor(storage(), shape=("3", "4"))),
     "a call of a call": torch_file(Call(tensor(storage()), 1)),
     "a storage as a tensor": torch_file(storage()),
+    "a name of exponential length": with_description(pairs_of_pairs(80)),
 }
 
 
@@ -144,11 +159,11 @@ def test_shapes_types_and_sizes_are_named_with_their_limit():
         read_embeds(np.zeros((17, WIDTH), np.float32), GEOMETRY)
     with pytest.raises(RequestTooLong, match=r"17 tokens are over max_model_len \(16\)"):
         read(torch_file(tensor(storage(), (17, 4), (0, 1))))
-    with pytest.raises(RequestTooLong, match="70000 bytes, over the limit of 66048: save a clone"):
+    with pytest.raises(RequestTooLong, match=r"70000 bytes, over the limit of 66048 for max_model_len \(16\) tokens"):
         read_embeds(bytes(70000), GEOMETRY)
     with pytest.raises(InvalidArgument, match="is not base64"):
         read_embeds("invalid_base64!", GEOMETRY)
-    with pytest.raises(Unsupported, match="the server was started without --enable-prompt-embeds"):
+    with pytest.raises(Unsupported, match=r"the model was loaded without --enable-prompt-embeds \(enable"):
         read_embeds(VALUES, FakeExecutor().geometry)
 
 

@@ -99,7 +99,7 @@ def _integer(
 
 
 def _read_delta(fields: JsonFields, num_layers: int) -> tuple[DeltaShape, int, list[bool]]:
-    """Return the heads of delta attention, the taps of its convolutions, and True for each layer that has it.
+    """Return the heads of delta attention, the taps of convolutions, and True for each layer that has it.
 
     Raises:
         InvalidArgument: the lists of layers do not name each layer once.

@@ -53,6 +53,14 @@ def test_a_row_goes_to_a_replica_of_each_of_its_experts_whatever_the_other_rows(
             assert set(replicas) <= set(found[:60].reshape(-1)), "every replica has rows"
 
 
+def test_replicas_do_not_depend_on_the_number_of_rows() -> None:
+    routes, x = random_routes(300, NUM_EXPERTS, TOP_K, 300), numbers((300, 96), "float32")
+    few = Routes(routes.ids_tk[:3], routes.weights_tk[:3])
+    apply, chosen = jax.jit(ExpertMap.apply, compiler_options=QUICK_XLA_OPTIONS), expert_map(PLACEMENTS[-1])
+    found, of_few = (np.asarray(apply(chosen, *one).ids_tk) for one in ((routes, x), (few, x[:3])))
+    assert np.array_equal(found[:3], of_few)
+
+
 @pytest.mark.parametrize("make", [pytest.param(_exchanging_kernel, marks=pytest.mark.long), _gathering_kernel])
 def test_results_have_the_same_bits_wherever_experts_are(make: Callable[..., ExpertsKernel]) -> None:
     mesh, routes = build_mesh(jax.devices()[:NUM_DEVICES]), random_routes(12, NUM_EXPERTS, TOP_K, 11)
