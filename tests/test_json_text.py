@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged import json_text
+from jpaged.errors import InvalidArgument
 from jpaged.json_text import PIECE_BYTES, Items
+from jpaged.openai.request import check_values, loaded
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -156,3 +158,37 @@ def test_what_only_python_can_write_is_not_plain():
     assert json_text.encode_plain({"a": [1, "é", None, (2.5,)]}) == '{"a":[1,"é",null,[2.5]]}'.encode()
     for value in (2**64, "\ud800", {1: 2}, object(), datetime.datetime(2026, 1, 1)):
         assert json_text.encode_plain({"a": [value]}) is None
+
+
+HARD = [
+    *('{"a":1e400}', '{"a":-0}', '{"a":-0.0}', '{"a":1}x', '{"a":1} \n', '\ufeff{"a":1}', '{"b":1,"a":1,"b":2}'),
+    *('{"a":Infinity}', '{"a":18446744073709551616}', '{"a":1e19}', '{"a":9.3e18}', '{"a":9007199254740993.0}'),
+    *(
+        '{"a":"\\udc00\\ud800"}',
+        '{"a":"\\ud83d\\ude00"}',
+        '{"a":01}',
+        '{"a":1.}',
+        '{"a":.5}',
+        '{"a":"\t"}',
+        '{"a":"\x7f"}',
+    ),
+    *('{"a":"\\u0000"}', '{"a":1}\x00', "\x0b{}", "\u00a0{}", '{"a":' + "9" * 5000 + "}", '{"a":1' + "0" * 308 + ".0}"),
+    *('{"input":"\\ud800"}', '{"messages":[{"content":"\\ud800"}]}', '{"a":1e-400}', '{"a":2.2250738585072011e-308}'),
+    *('{"a":' * depth + "1" + "}" * depth for depth in (63, 64, 65, 100_000)),
+    *(b'{"a":"\xed\xa0\xbd\xed\xb8\x80"}', b'{"a":"\xc0\x80"}', b'{"a":1}\xff', '{"a":1}'.encode("utf-16")),
+]
+
+
+@pytest.mark.parametrize("text", HARD, ids=range(len(HARD)))
+def test_bodies_are_accepted_and_refused_as_if_python_had_read_them(text, monkeypatch):
+    def read():
+        try:
+            value = loaded("body", text)
+            check_values("body", value)
+        except InvalidArgument as error:
+            return str(error)
+        return repr(dict(value))
+
+    fast = read()
+    monkeypatch.setattr(json_text, "loads_plain", lambda text, max_depth: None)
+    assert read() == fast

@@ -194,12 +194,15 @@ class JaxBlockPull:
         return are_ready(self._shards)
 
     def take(self) -> tuple[BlockArrays, tuple[tuple[int, int], ...]]:
-        offer, place = self._offer, self._place
         try:
             jax.block_until_ready(self._shards)
-        except jax.errors.JaxRuntimeError as error:
-            self._port.drop(offer.address)
-            raise Unavailable(f"the pull from {offer.address} failed: {error}") from None
+            return self._joined()
+        except jax.errors.JaxRuntimeError as error:  # a lost peer, or no device memory for the joined arrays
+            self._port.drop(self._offer.address)
+            raise Unavailable(f"the pull from {self._offer.address} failed: {error}") from None
+
+    def _joined(self) -> tuple[BlockArrays, tuple[tuple[int, int], ...]]:
+        offer, place = self._offer, self._place
         num_parts = len(offer.parts)
         wholes = [
             _assemble(self._shards[start : start + num_parts], offer, place)

@@ -191,3 +191,18 @@ def test_an_offer_that_does_not_fit_is_refused(
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="cannot be used"):
         JaxBlockPort(dataclasses.replace(OPTIONS, address="198.51.100.7:0"), jax.devices()[0])
+
+
+def test_a_pull_without_memory_for_its_arrays_fails(
+    ports: tuple[JaxBlockPort, JaxBlockPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    offering, pulling = ports
+    offer = offered(offering, blocks_at(place_of(), 8, 5)[1])
+    pull = pulling.pull(offer, place_of())
+    monkeypatch.setattr(block_port, "_assemble", without_memory)
+    with pytest.raises(Unavailable, match="RESOURCE_EXHAUSTED"):
+        pulled(pull)
+    offering.release(offer.uuid)
