@@ -4,7 +4,7 @@
 #   JAX=0.11.2          another jax line than constraints.txt pins (0.11 and later need Python 3.12)
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
-#   JOBS=2              processes that run the tests; 0 runs them in this one
+#   JOBS=3              processes that run the tests (default: one more than cores, at most 16); 0 runs them in this one
 #   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
 
 SHELL := /bin/bash
@@ -17,7 +17,8 @@ VENV ?= .venv
 JAX ?=
 EXTRAS ?=
 ARGS ?=
-JOBS ?= 2
+# A third of their time, tests wait for other processes, so there is one process more than cores.
+JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$(( cores < 16 ? cores + 1 : 16 )))
 TORCH ?= 2.13.0
 
 BIN := $(VENV)/bin
