@@ -305,7 +305,7 @@ def test_chats_are_rendered_to_tokens(open_model: Open) -> None:
     (last,) = llm.preprocess_chat(turn, tokenization_kwargs={"truncate_prompt_tokens": 2})
     assert last["prompt_token_ids"] == want[0][-2:]
     with pytest.raises(InvalidArgument, match="messages: is missing"):
-        llm.preprocess_chat(None)  # type: ignore[arg-type]
+        llm.preprocess_chat(None)
 
 
 def test_tasks_are_named_as_in_vllm(open_model: Open) -> None:
@@ -323,10 +323,10 @@ def test_arrays_are_prompts_and_other_objects_are_refused_by_name(open_model: Op
     llm = open_model()
     want = tokens(llm.generate([IDS], GREEDY))
     for given in (jnp.asarray(IDS), [jnp.asarray(IDS)], np.asarray(IDS), np.asarray([IDS])):
-        assert tokens(llm.generate(given, GREEDY)) == want  # type: ignore[arg-type]
+        assert tokens(llm.generate(given, GREEDY)) == want
     for wrong in (np.array([1.5, 2.0]), [7.5], [None]):
         with pytest.raises(InvalidArgument, match=r"prompts: .* of type \w+ is no prompt"):
-            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
+            llm.generate(wrong, GREEDY)
 
 
 def test_vectors_and_similarities(open_model: Open) -> None:

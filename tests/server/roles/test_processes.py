@@ -108,8 +108,8 @@ def with_ports(
     """A prefill and a decode server with data ports, and the address of the latter."""
     with serving("--role", "prefill", *PORT, "--prefill-hold", "5", *first, model=model) as (prefill, target):
         options = ("--role", "decode", "--prefill-target", target, "--prefill-min-tokens", "32", *PORT)
-        options = (*options, "--prefill-timeout", "20", "--transfer-timeout", "20", *second)
-        with serving(*options, model=model) as (decode, address):
+        limits = ("--prefill-timeout", "20", "--transfer-timeout", "20")
+        with serving(*options, *limits, *second, model=model) as (decode, address):
             yield prefill, decode, address
 
 
