@@ -388,7 +388,7 @@ def test_the_partial_rollout_of_the_page_continues_with_each_version(
     folder = write_model("llama_mha", tmp_path / "model", with_tokenizer=True)
     tensors, other = load_file(folder / FILE), write_other(folder, tmp_path / "other")
     page = (Path(__file__).parents[2] / "docs" / "weight_updates.md").read_text(encoding="utf-8")
-    code = page.split("```python\n")[2].split("```")[0]
+    code = next(code for code in page.split("```") if "import next_weights" in code).removeprefix("python\n")
     code = (
         code.replace('LLM("MODEL")', f'LLM("{folder}", num_blocks=37, max_num_seqs=8, max_num_batched_tokens=8)')
         .replace('"Once upon a time"', '"7,8,9,"')

@@ -45,7 +45,11 @@ def folded(messages: list[Any]) -> dict[int, Any]:
         text += message.text
         thought += message.reasoning_content
         calls += [piece.name + piece.arguments for piece in message.tool_calls]
-        finishes += [message.finish.SerializeToString()] if message.HasField("finish") else []
+        if message.HasField("finish"):
+            finish = type(message.finish)()
+            finish.CopyFrom(message.finish)
+            finish.ClearField("weight_versions")  # of the tokens that this server sampled
+            finishes.append(finish.SerializeToString())
     return {
         index: (ids, "".join(text), thought, "".join(calls), end)
         for index, (ids, text, thought, calls, end) in found.items()
