@@ -82,6 +82,7 @@ def head_step(target: Target, name: str) -> tuple[Step, Geometry, Params]:
 @pytest.mark.parametrize("program", ["forward", "draft", "speculate"])
 @pytest.mark.parametrize("name", ["v6e", "h200"])
 @pytest.mark.thinned(6)
+@pytest.mark.long
 def test_programs_with_a_head_lower_with_their_kernels(name: str, program: str) -> None:
     check_lowering("eagle3", name, program)
 

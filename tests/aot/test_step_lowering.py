@@ -317,6 +317,7 @@ NUM_ADAPTED = 4 + 7
 
 @pytest.mark.parametrize("form", [None, "int4"], ids=["bfloat16", "int4"])
 @pytest.mark.thinned(2)
+@pytest.mark.long
 def test_a_step_with_adapters_lowers_and_multiplies_with_all_of_them_at_once(form: str | None) -> None:
     target, config = TARGETS["h200"], KNOWN_MODELS["llama-3-8b"].config
     if form is not None:

@@ -83,6 +83,7 @@ def test_the_bound_is_what_can_be_had_where_room_is_for_one_of_two():
 
 
 @pytest.mark.parametrize("policy", ["worth", pytest.param(HINDSIGHT, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_what_a_policy_saves_is_within_the_bound_and_all_of_it_where_all_fits(policy):
     trace = make_trace("mixed", 8.0, 0)
     costs, served = costs_of_device(), serve(trace, policy, 700)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.tensor_files import ArrayTensors
@@ -109,6 +108,7 @@ def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Pa
 
 
 def test_arrays_of_several_libraries_are_accepted(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
     case = tiny_case("llama3_tied")
     folder, given = write_checkpoint(case, tmp_path), tensors(case)
     wanted = dict(read_of(folder, dtype="bfloat16").open(folder).leaves())

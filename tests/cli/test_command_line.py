@@ -40,23 +40,24 @@ TOGETHER = (
 """What goes with each other, so that they make sense."""
 
 
-@pytest.mark.parametrize(("name", "spec"), OPTIONS, ids=[name for name, _ in OPTIONS])
 @pytest.mark.parametrize("spelling", ["dashes", "underscores", "equals"])
-def test_every_option_has_a_flag(name, spec, spelling):
-    flag = to_flag(name) if spelling != "underscores" else f"--{name}"
-    kind = str(spec.type).removesuffix(" | None")
-    if kind == "bool":
-        words, value = [flag.replace("--", "--no-", 1) if spec.default else flag], not spec.default
-    else:
-        value = spec.metadata["choices"][-1] if spec.metadata["choices"] else VALUES.get(name) or VALUES[kind]
-        word = value[0] if isinstance(value, tuple) else str(value)
-        words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
-    for others in (others for others in TOGETHER if name in others):
-        words += [word for other in others.keys() - {name} for word in (to_flag(other), others[other])]
-    arguments = make_parser().parse_args(_normalized(["serve", *words]))
-    config = config_from(arguments)
-    sections = [getattr(config, section) for section in SECTIONS]
-    assert [getattr(section, name) for section in sections if name in dataclasses.asdict(section)] == [value]
+def test_every_option_has_a_flag(spelling):
+    parser = make_parser()
+    for name, spec in OPTIONS:
+        flag = to_flag(name) if spelling != "underscores" else f"--{name}"
+        kind = str(spec.type).removesuffix(" | None")
+        if kind == "bool":
+            words, value = [flag.replace("--", "--no-", 1) if spec.default else flag], not spec.default
+        else:
+            value = spec.metadata["choices"][-1] if spec.metadata["choices"] else VALUES.get(name) or VALUES[kind]
+            word = value[0] if isinstance(value, tuple) else str(value)
+            words = [f"{flag}={word}"] if spelling == "equals" else [flag, word]
+        for others in (others for others in TOGETHER if name in others):
+            words += [word for other in others.keys() - {name} for word in (to_flag(other), others[other])]
+        config = config_from(parser.parse_args(_normalized(["serve", *words])))
+        sections = [getattr(config, section) for section in SECTIONS]
+        found = [getattr(section, name) for section in sections if name in dataclasses.asdict(section)]
+        assert found == [value], name
 
 
 @pytest.mark.parametrize("words", [["a"], ["--model", "a"], ["a", "--model=a"]])

@@ -46,6 +46,7 @@ def case(row_len):
 
 # One block, a part of one, several, and a last one that is not full.
 @pytest.mark.parametrize("row_len", [128, 40, 256, 300])
+@pytest.mark.long
 def test_it_is_the_plain_attention(row_len):
     mask_bst, qkv, weights = case(row_len)
     output, gradients = output_and_gradients(ours, mask_bst, qkv, weights)

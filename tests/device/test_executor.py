@@ -56,6 +56,7 @@ def is_alive(sequence: Sequence) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.long
 def test_chunked_prefill_and_decode_mixes_give_the_dense_logits(driver: Driver, seed: int) -> None:
     rng = np.random.default_rng(seed)
     sequences = [driver.sequence(prompt(int(n), seed)) for n in rng.integers(1, 50, 5)]

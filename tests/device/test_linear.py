@@ -243,6 +243,7 @@ CASES = [("qwen3", "float32"), ("llama3_tied", "bfloat16"), ("opt_post_norm", "f
 
 @pytest.mark.parametrize(("case", "dtype"), CASES)
 @pytest.mark.thinned(3)
+@pytest.mark.long
 def test_neither_batch_nor_chunk_shows_in_a_bit_of_the_logits(case: str, dtype: str, tmp_path: Path) -> None:
     check_bits(case, dtype, tmp_path, 64, NUM_BESIDE[::2])
 

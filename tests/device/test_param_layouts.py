@@ -72,6 +72,7 @@ def test_elsewhere_no_leaf_has_one() -> None:
     assert not any(isinstance(leaf, Format) for leaf in jax.tree.leaves(shardings))
 
 
+@pytest.mark.long
 def test_random_and_loaded_leaves_lie_so_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     model, one = tiny_model.model(), build_mesh(jax.devices()[:1])
     plain = random_params(model, "scan", seed=3, shardings=param_shardings(model, "scan", one))

@@ -109,6 +109,7 @@ def test_copies_land_in_every_layer_and_nowhere_else(executor: JaxExecutor, coun
     np.testing.assert_array_equal(contents(executor), want)
 
 
+@pytest.mark.long
 def test_one_source_may_go_to_many_places(executor: JaxExecutor) -> None:
     want = fill(executor, 0)
     executor.move_blocks(BlockMoves(Move.COPY, [7] * 10, list(range(20, 30))))

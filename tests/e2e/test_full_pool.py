@@ -17,6 +17,7 @@ SAMPLING = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True, seed=
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.long
 def test_the_last_block_is_given_away_and_all_requests_end_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_requests_differ_from_each_other(alone: list[CompletionOutput]) -> None:
     assert all(len(set(completion.token_ids)) > 4 for completion in alone)
 
 
+@pytest.mark.long
 def test_sampled_tokens_depend_on_the_seed(llm: LLM, alone: list[CompletionOutput]) -> None:
     others = [SamplingParams(temperature=0.8, seed=seed, max_tokens=28, logprobs=0) for seed in range(8)]
     sampled = generate(llm, [PROMPTS[9]] * 8, others)
@@ -76,6 +77,7 @@ def test_company_changes_nothing(llm: LLM, alone: list[CompletionOutput]) -> Non
     assert_same(generate(llm, PROMPTS, PARAMS), alone)
 
 
+@pytest.mark.long
 def test_the_order_of_arrival_changes_nothing(llm: LLM, alone: list[CompletionOutput]) -> None:
     assert_same(generate(llm, PROMPTS[::-1], PARAMS[::-1]), alone[::-1])
 

@@ -228,6 +228,7 @@ def test_backends_are_those_that_were_named(base: LLM, folder: Path) -> None:
 
 
 @flips("activation_dtype")
+@pytest.mark.long
 def test_activation_dtype_rounds_the_rows_of_quantized_matrices(base: LLM, folder: Path) -> None:
     prompt, options = random_prompts([20]), {"quantization": "int8", **BASE}
     logprobs = {}

@@ -88,6 +88,7 @@ def test_pairs_have_the_scores_that_each_has_alone(llm: LLM, folder: Path) -> No
 
 
 @pytest.mark.parametrize("max_length", [None, 20])
+@pytest.mark.long
 def test_long_contexts_lose_their_beginning(llm: LLM, folder: Path, max_length: int | None) -> None:
     runner, _ = runner_of(llm, folder, max_length=max_length)
     kept = (max_length or MAX_MODEL_LEN - 2) + 1

@@ -184,6 +184,7 @@ def test_every_device_keeps_the_whole_latent(num_parts: int) -> None:
     assert pad_for_sharding(model.config, num_parts).num_kv_heads == num_parts
 
 
+@pytest.mark.long
 def test_the_scale_of_a_latent_in_8_bits_is_one_for_both_of_its_uses() -> None:
     model = Model(read(2, num_hidden_layers=1), np.dtype(jnp.float32))
     step, _ = sized_step(model, options(kv_cache_dtype="fp8"), "loop", 4, build_mesh(jax.devices()[:1]))

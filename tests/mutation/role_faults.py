@@ -139,8 +139,8 @@ ROLE_FAULTS = (
     Fault(
         "a prefill server accepts another KV fingerprint",
         "service/roles.py",
-        "if kv_identity == self._identity:",
-        "if True:",
+        "        if kv_identity == here.kv_identity:",
+        "        if True:",
         ROLES,
     ),
     Fault(
@@ -160,8 +160,8 @@ ROLE_FAULTS = (
     Fault(
         "a pull is not bound to the offered tokens",
         "service/roles.py",
-        "if offer.block_shape[1] == self._blocks.block_size and keys",
-        "if False and keys",
+        "if is_same_size and tuple(",
+        "if False and tuple(",
         DATA_PORT,
     ),
     Fault(
@@ -202,8 +202,8 @@ ROLE_FAULTS = (
     Fault(
         "tenants share prefilled blocks",
         "service/roles.py",
-        "root_block_hash(request.sampling.cache_salt, request.cache_tenant,",
-        'root_block_hash(request.sampling.cache_salt, "",',
+        "owner = request.sampling.cache_salt, request.cache_tenant,",
+        'owner = request.sampling.cache_salt, "",',
         ROLES,
     ),
     Fault(

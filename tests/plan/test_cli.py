@@ -244,6 +244,7 @@ def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.usefixtures("on_cpus")
+@pytest.mark.long
 def test_a_config_alone_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {**KNOWN_MODELS["opt-125m"].fields, "num_hidden_layers": 1, "vocab_size": 100}
     path = tmp_path / "config.json"

@@ -75,6 +75,7 @@ def test_what_was_kept_is_of_one_state_of_the_package(changed, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.long
 def test_every_system_serves(system):
     batches = 0.2 if system in ("paged", "shared", "jpaged") else 2.0
     result = measure(Point(system, "translation", model="llama-13b", prefix_tokens=80, num_batches=batches))

@@ -359,4 +359,5 @@ async def test_calls_beyond_the_bound_are_told_so():
         harness.faults.release()
         for call in calls:
             await collect(call)
+        await eventually(lambda: harness.serving.engine.load().num_running == 0)
         assert (await router.control.GetLoad(control_pb2.GetLoadRequest())).num_running == 0

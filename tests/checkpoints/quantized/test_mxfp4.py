@@ -31,6 +31,7 @@ from tests.models.tiny import tensors, tiny_case
 LEFT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
+@pytest.mark.long
 def test_experts_of_gpt_oss_have_the_numbers_that_were_shipped(tmp_path: Path) -> None:
     case, rng = tiny_case("gpt_oss"), np.random.default_rng(8)
     stored: dict[str, np.ndarray] = {}

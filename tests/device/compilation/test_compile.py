@@ -194,6 +194,7 @@ def test_executors_one_after_the_other_count_for_themselves() -> None:
     second.shutdown()
 
 
+@pytest.mark.long
 def test_a_late_compile_in_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = JaxExecutor.create(tiny_model.model(), tiny_model.params(), tiny_model.OPTIONS)
 

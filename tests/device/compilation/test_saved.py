@@ -102,6 +102,7 @@ def test_what_was_not_saved_is_compiled(warm: JaxExecutor, tmp_path: Path) -> No
         ("model", "linear_backend", "xla"),
     ],
 )
+@pytest.mark.long
 def test_what_differs_is_named(folder: Path, section: str, name: str, value: object) -> None:
     changed = dataclasses.replace(getattr(tiny_model.OPTIONS, section), **{name: value})
     shown = {"enable_cascade_attention": "cascade"}.get(name, name)

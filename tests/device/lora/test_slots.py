@@ -116,6 +116,7 @@ def check_mixed(served: Served, folder: Path) -> None:
         served.driver.release(sequence)
 
 
+@pytest.mark.long
 def test_rows_of_several_adapters_and_none_run_in_one_step(served: Served, folder: Path) -> None:
     check_mixed(served, folder)
     assert len({tuple(merged_tokens(folder, index)) for index in (None, 0, 1, 2)}) == 4, "they differ"

@@ -131,6 +131,7 @@ def test_the_oracle_notices_a_fault(random: Served, fault: str) -> None:
         run_rounds(faults[fault], driver, begin(driver), 3)
 
 
+@pytest.mark.long
 def test_a_prompt_may_come_in_parts_and_beside_others(served: Served) -> None:
     """Parts that end within blocks and with them, of rows that begin and of others that go on."""
     driver = Driver(served.executor)

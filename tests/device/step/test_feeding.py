@@ -58,6 +58,7 @@ def drawn_of(feed: MaskChannel) -> tuple[I32, Bool]:
 
 
 @pytest.mark.parametrize("last", [0, 3, NUM_STEPS - 1])
+@pytest.mark.long
 def test_steps_that_are_fed_are_the_same_as_one_after_another(driver: Driver, last: int) -> None:
     """And so are those behind them, of which the first finds the last tokens on the device."""
     sequences = begin(driver)

@@ -128,6 +128,7 @@ def test_a_prefix_is_found_whose_windows_have_moved_on() -> None:
 @pytest.mark.parametrize(
     "shape", [{"beam_width": 3, "n": 3}, {"n": 3, "temperature": 1.0, "seed": 7}], ids=["beams", "samples"]
 )
+@pytest.mark.long
 def test_forks_are_those_of_a_memory_that_keeps_everything(shape: dict[str, Any]) -> None:
     told = []
     for options in ({}, {"kv_policy": "reserve-oracle"}, {"overlap": False, "num_scheduler_steps": 1}):
@@ -140,6 +141,7 @@ def test_forks_are_those_of_a_memory_that_keeps_everything(shape: dict[str, Any]
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.long
 def test_who_had_to_leave_goes_on_as_if_nothing_had_happened(preemption_mode: str) -> None:
     server = Server(executor_of(), preemption_mode=preemption_mode, num_scheduler_steps=1)
     for i in range(4):

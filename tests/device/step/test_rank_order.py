@@ -102,6 +102,7 @@ def with_gaps(num_rows: int) -> Routes:
 
 
 @pytest.mark.parametrize("make", [all_to_one, with_gaps])
+@pytest.mark.long
 def test_no_row_is_dropped_whatever_experts_the_rows_choose(make: Callable[[int], Routes]) -> None:
     num_devices, num_rows = 4, 12
     mesh = build_mesh(jax.devices()[:num_devices])
@@ -147,6 +148,7 @@ def exchanged(sent: list[np.ndarray], sizes: list[list[np.ndarray]], num_places:
     return found
 
 
+@pytest.mark.long
 def test_messages_of_any_length_bring_each_row_there_and_back() -> None:
     ids = np.asarray(random_routes(12, NUM_EXPERTS, TOP_K).ids_tk).reshape(4, 3, TOP_K)
     devices = [RowExchange.of(jnp.asarray(ids), jnp.int32(rank), 2) for rank in range(4)]

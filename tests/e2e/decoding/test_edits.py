@@ -142,6 +142,7 @@ def _three(how: SamplingParams) -> SamplingParams:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", [{"typical_p": 0.3}, {"typical_p": 0.7, "temperature": 0.9}, {"top_n_sigma": 0.01}])
+@pytest.mark.long
 def test_a_text_that_may_not_end_yet_goes_on_where_its_end_is_the_likeliest(how: dict[str, Any]) -> None:
     phrase = [1703, 2817, 1516, 335, 1829, 993, 3058]
     prompt = [1688, *phrase[1:], *phrase, *phrase[:2]]  # after which the demo model ends

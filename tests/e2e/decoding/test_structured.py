@@ -109,6 +109,7 @@ def test_every_kind_of_constraint_is_kept(llm: LLM, kind: str) -> None:
             assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.long
 def test_texts_are_the_same_alone_and_in_any_batch(llm: LLM) -> None:
     params = [bound(CONSTRAINTS[kind], seed) for seed in range(2) for kind in CONSTRAINTS]
     plain = [dataclasses.replace(HOT, seed=seed) for seed in range(4)]

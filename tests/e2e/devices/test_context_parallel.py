@@ -91,6 +91,7 @@ def test_beams_go_on_after_preemption(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"context_parallel_size": 2}])
+@pytest.mark.long
 def test_the_option_splits_the_contexts_of_a_served_model(sizes: dict[str, int], tmp_path: Path) -> None:
     """Through the front door, log-probabilities included; several steps in a dispatch."""
     folder = write_model("llama3_tied", tmp_path)

@@ -198,6 +198,7 @@ def note_finishes(scheduler, statuses, monkeypatch):
 
 
 @pytest.mark.parametrize(("mode", "status"), [("recompute", Status.WAITING), ("swap", Status.SWAPPED)])
+@pytest.mark.long
 def test_it_may_have_been_preempted_before_word_of_it_came(mode, status, monkeypatch):
     """Each of its tokens in turn is the one, so that one is sampled in the step before it has to leave."""
     tokens = expected_tokens([9, 8, 7], 30)

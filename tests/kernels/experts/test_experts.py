@@ -232,6 +232,7 @@ def with_spans(weights: ExpertWeights, x: np.ndarray, routes: Routes) -> np.ndar
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.thinned(5)
+@pytest.mark.long
 def test_quantized_experts_may_be_packed(form: str, dtype: str) -> None:
     weights = quantized(mixture(6, 96, 64, dtype), (form, form, form))
     x, routes = numbers((21, 96), dtype), random_routes(21, 6, 2, 20)

@@ -313,6 +313,7 @@ def test_int8_activations_differ_little_from_exact_ones(limited: ProductKernel) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.thinned(13)
+@pytest.mark.long
 def test_int8_activations_of_a_row_do_not_depend_on_others(limited: ProductKernel, name: str, dtype: str) -> None:
     depth = 160 if FORMATS[name].group_size is None else 192
     matrix = pack(quantize(numbers((depth, 2, 70), "float32"), FORMATS[name]), 2, rounds_rows=True)
@@ -379,6 +380,7 @@ def test_numbers_of_any_size_multiply(limited: ProductKernel, dtype: str) -> Non
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.thinned(3)
+@pytest.mark.long
 def test_embeddings_multiply_and_give_their_rows(name: str) -> None:
     depth = 96 if FORMATS[name].group_size == 32 else 128
     matrix = quantize(numbers((77, depth), "float32"), FORMATS[name], axis=-1)

@@ -86,6 +86,7 @@ def layer_of(matrices: QuantizedMatrix, index: int) -> QuantizedMatrix:
 
 @pytest.mark.parametrize(("name", "num_rows"), [*((name, 19) for name in FORMATS), ("int4", 150), ("fp8 blocks", 150)])
 @pytest.mark.thinned(3)
+@pytest.mark.long
 def test_rows_are_multiplied_with_what_the_matrix_of_a_layer_stands_for(name: str, num_rows: int) -> None:
     matrices = matrices_of(name, (3, DEPTH, COLUMNS))
     assert unsupported_reason(matrices) is None
@@ -108,6 +109,7 @@ def test_rows_are_rounded_to_floats_where_the_device_multiplies_those(
 
 
 @pytest.mark.parametrize("name", ["int4", "int4 small groups", "int8 fractions", "mxfp4"])
+@pytest.mark.long
 def test_in_float32_products_are_those_of_float64(name: str) -> None:
     matrices = matrices_of(name, (2, DEPTH, COLUMNS), jnp.float32)
     x = jnp.asarray(normal((19, DEPTH), 1))

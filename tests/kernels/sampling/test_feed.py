@@ -59,6 +59,7 @@ def masked(logits: np.ndarray, masks: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("vocab_size", [2, 15, 61, 256, 257, 513, 4099])
 @pytest.mark.thinned(3)
+@pytest.mark.long
 def test_a_masked_row_is_sampled_as_one_whose_other_tokens_cannot_be(vocab_size: int) -> None:
     for seed in range(3):
         logits, how = random_logits(seed, vocab_size), how_of(random_rows(seed, vocab_size))

@@ -33,6 +33,7 @@ def session(begin_s, said, answered, number=0, tenant=0, system_tokens=0):
 
 @pytest.mark.thinned(9)
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.long
 def test_processes_change_nothing(rule):
     options: dict[str, Any] = {"num_failures": 3, "num_drains": 2, "drain_s": 0.5, "cold_start_s": 1.0}
     alone = steady(run(rule, **options))

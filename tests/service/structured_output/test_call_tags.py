@@ -356,6 +356,7 @@ def test_a_pattern_is_searched_for_and_each_alternative_has_its_own_anchors(comp
             assert accepts(grammar, written) == bool(re.search(pattern, text)), (pattern, text)
 
 
+@pytest.mark.long
 def test_text_around_a_pattern_may_have_angle_brackets_but_no_end_tag(compiler):
     schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "[0-9]c"}}, "required": ["x"]}
     for name in ("qwen3_coder", "glm45", "minimax_m2"):
