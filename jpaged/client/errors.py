@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
 
 from jpaged import errors
 from jpaged.errors import (
@@ -25,6 +27,9 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _DEFAULT_RETRY_S = 1.0
 _LATER: dict[str, type[TryLater]] = {"QUEUE_FULL": QueueFull, "QUOTA_EXCEEDED": QuotaExceeded}
 _M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+_FROM_OUR_SIDE = "Internal error from Core"
+_STATUS_TIMEOUT_S = 5.0
 _OF_TRANSPORT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _BY_CODE: dict[grpc.StatusCode, type[JpagedError]] = {
@@ -62,6 +67,45 @@ def build_error(
     if code is not None and code in _BY_CODE:
         return _BY_CODE[code](text)
     return JpagedError(f"{code.name if code is not None else 'UNKNOWN'}: {text}")
+
+
+class ServerStatus:
+    """The status with which a server ends a call that sends it messages.
+
+    grpc.aio replaces it with INTERNAL, "Internal error from Core", where a message is written while the call ends:
+    https://github.com/grpc/grpc/issues/36066, observed with grpcio 1.85.
+
+    Args:
+        call: of grpc.aio, just started.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._received: asyncio.Future[aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._receive)  # runs once for each status, in either order
+
+    async def restored(self, error: aio.AioRpcError) -> aio.AioRpcError:
+        """Return the server's status if `error` replaced it, else `error`."""
+        if error.details() != _FROM_OUR_SIDE:
+            return error
+        await asyncio.wait([self._received], timeout=_STATUS_TIMEOUT_S)
+        return self._received.result() if self._received.done() else error
+
+    def _receive(self, call: Any) -> None:
+        details = _get_value(call.details())
+        if details != _FROM_OUR_SIDE and not self._received.done():
+            code, initial = _get_value(call.code()), _get_value(call.initial_metadata())
+            self._received.set_result(aio.AioRpcError(code, initial, _get_value(call.trailing_metadata()), details))
+
+
+def _get_value(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Return what a coroutine returns that has nothing to wait for, as those of a call that has ended."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: _T = end.value
+        return value
+    coroutine.close()
+    raise RuntimeError("the call has not ended")
 
 
 def is_of_server(error: grpc.RpcError) -> bool:

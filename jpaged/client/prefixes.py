@@ -16,7 +16,7 @@ from grpc import aio
 from jpaged._proto.v1 import inference_pb2, prefixes_pb2
 from jpaged.client import convert
 from jpaged.client.convert import UnaryCall
-from jpaged.client.errors import translated
+from jpaged.client.errors import ServerStatus, translated
 from jpaged.client.routing.endpoints import get_key
 from jpaged.client.routing.servers import AsyncServers, Servers
 from jpaged.errors import InvalidArgument
@@ -177,13 +177,14 @@ class AsyncPrefixCalls:
                 call.cancel()
 
         call = endpoint.methods["LoadPrefix"](requests(), metadata=self._metadata)
+        status = ServerStatus(call)
         try:
             return _get_arrival((await call).arrival)
         except BaseException as error:
             if failures:  # it ended the call
                 raise failures[0] from error
             if isinstance(error, aio.AioRpcError):
-                raise translated(error, endpoint.proxy) from error
+                raise translated(await status.restored(error), endpoint.proxy) from error
             raise
         finally:
             self._servers.endpoints.leave(endpoint)

@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2
 from jpaged._proto.v1 import inference_pb2
 from jpaged.client.channel import NOT_READY, NOT_READY_PAUSE_S, Tls, open_channel, proxy_name
 from jpaged.client.convert import UnaryCall
-from jpaged.client.errors import is_of_server, translated
+from jpaged.client.errors import ServerStatus, is_of_server, translated
 from jpaged.client.routing.endpoints import ASK_TIMEOUT_S, SERVING, Endpoint, Endpoints, Question, build_query, get_key
 from jpaged.client.routing.retry import Metadata, RetryState, with_trace
 from jpaged.errors import Cancelled, DeadlineExceeded, NotFound, Unavailable
@@ -297,6 +297,7 @@ class SharedCall:
         self._has_changed = asyncio.Event()
         self._has_closed = False
         self._call = method(metadata=metadata)
+        self._status = ServerStatus(self._call)
         self._tasks = asyncio.create_task(self._write()), asyncio.create_task(self._read())
 
     @property
@@ -352,7 +353,7 @@ class SharedCall:
             if self._streams:
                 self._fail_with(await self._end_error())
         except aio.AioRpcError as error:
-            self._fail_with(error)
+            self._fail_with(await self._status.restored(error))
         except asyncio.CancelledError as error:  # the channel was closed
             self._fail_with(error)
         finally:
@@ -360,11 +361,14 @@ class SharedCall:
             self._tasks[0].cancel()
 
     async def _end_error(self) -> aio.AioRpcError:
-        code, details = await self._call.code(), await self._call.details()
-        if code is grpc.StatusCode.OK:
-            code, details = grpc.StatusCode.INTERNAL, "the server ended the call before its requests"
-        initial, trailing = await self._call.initial_metadata(), await self._call.trailing_metadata()
-        return aio.AioRpcError(code, initial, trailing, details)
+        call = self._call
+        code, initial, trailing = await call.code(), await call.initial_metadata(), await call.trailing_metadata()
+        error = await self._status.restored(aio.AioRpcError(code, initial, trailing, await call.details()))
+        if error.code() is not grpc.StatusCode.OK:
+            return error
+        return aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, initial, trailing, "the server ended the call before its requests"
+        )
 
     def _fail_with(self, error: BaseException) -> None:
         self._has_closed = True
