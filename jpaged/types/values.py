@@ -191,6 +191,25 @@ class PromptEmbeds:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """An image as a model's image processor prepares it, in host memory.
+
+    Attributes:
+        patches_pe: float32 `[patches, numbers of a patch]`, normalized, in the order of the model's encoder.
+        grid: rows and columns of patches.
+        token_ids: tokens that take the place of the image's placeholder in a prompt.
+        is_embed_t: the tokens among them whose input is a row of the encoder's output, in order.
+        digest: of the patches; a key of caches.
+    """
+
+    patches_pe: NDArray[np.float32]
+    grid: tuple[int, int]
+    token_ids: tuple[int, ...]
+    is_embed_t: NDArray[np.bool_]
+    digest: bytes
+
+
 GivenEmbeds = NDArray[Any] | bytes | str
 
 
