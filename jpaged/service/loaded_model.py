@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,9 @@ from jpaged.types import (
     Request,
     require_whole_characters,
 )
+
+if TYPE_CHECKING:
+    from jpaged.service.image_inputs import ImageInputs
 
 MAX_ADAPTERS = 1 << 16
 """Default limit of loaded adapters: of those outside host memory, each takes about 1 KB."""
@@ -517,6 +520,7 @@ class LoadedModel:
         pooler: of an embedding model or a classifier; None takes the last token's hidden state.
         block_port: data port for blocks; None if there is none.
         vision: image processor and vision encoder; None if the model takes only text.
+        images: reads and encodes the images of requests; None if the model takes only text.
     """
 
     engine: EngineClient
@@ -534,6 +538,7 @@ class LoadedModel:
     pooler: Pooler | None = None
     block_port: BlockPort | None = None
     vision: Vision | None = None
+    images: ImageInputs | None = None
 
     def update_weights(
         self, weights: object, mode: PauseMode = "keep", version: str | int | None = None

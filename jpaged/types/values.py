@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
+from jpaged.chat import ChatOptions, GivenImage, ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.sampling_params import SamplingParams
 from jpaged.structured import Grammar, GrammarState, ThinkingBudget
@@ -153,10 +153,14 @@ class EmbeddedSpan:
     Attributes:
         start: the first position.
         values_te: float32 `[tokens, width]`, never written again.
+        digest: of the image whose rows they are; empty for embeddings that a caller sends.
+        first_row: row of the image at the first position.
     """
 
     start: int
     values_te: NDArray[np.float32]
+    digest: bytes = b""
+    first_row: int = 0
 
     @property
     def stop(self) -> int:
@@ -166,7 +170,7 @@ class EmbeddedSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """The positions of a prompt whose input is an embedding. Their token ids are placeholders, 0.
+    """The positions of a prompt whose input is an embedding. Their token ids are placeholders: 0, or that of images.
 
     Attributes:
         spans: in order, without overlaps.
@@ -266,6 +270,8 @@ class Prompt:
         text_pair: second text of a pair, for a model that compares the two.
         pair_start: first token of the second text among token_ids, for models with token types.
         embeds: input embeddings `[tokens, width]` of any floating type; or a file of `torch.save`, or its base64 text.
+        images: images of a text or token ids, whose placeholders they replace in order; messages have their own.
+        prepared: the images, or those of the messages, after preparation.
     """
 
     text: str | None = None
@@ -284,6 +290,8 @@ class Prompt:
     text_pair: str | None = None
     pair_start: int | None = None
     embeds: GivenEmbeds | None = field(default=None, compare=False)
+    images: Sequence[GivenImage] = ()
+    prepared: Sequence[PreparedImage] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
