@@ -190,7 +190,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
-        vision=vision,
+        vision=vision if geometry.embed_width else None,
     )
 
 

@@ -44,6 +44,8 @@ class ImageProcessor(Protocol):
     @property
     def placeholder_id(self) -> int: ...
 
+    def join(self, first: int, second: int) -> int | None: ...
+
     def count_tokens(self, width: int, height: int) -> int: ...
 
     def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage: ...
@@ -286,20 +288,31 @@ class ImageInputs:
             where = "in the prompt" if given[0].field.startswith("multi_modal_data") else "in the rendered chat"
             problem = f"{num_marks} placeholders of images (token {mark}) {where} do not match {len(images)} images"
             raise InvalidArgument(given[0].field, problem)
-        spans, rest = list[EmbeddedSpan](), iter(images)
+        spans, rest, end = list[EmbeddedSpan](), iter(images), 0
         for token_id in token_ids:
             if token_id != mark:
-                placed.append(token_id)
+                self._append(placed, token_id, is_edge=0 < end == len(placed))
                 continue
             image = next(rest)
+            self._append(placed, image.token_ids[0], is_edge=bool(placed))
+            begin = len(placed) - 1
             digest = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest).digest()
             row = 0
             for start, stop in _runs(image.is_embed_t):
                 zeros = np.broadcast_to(np.float32(0), (stop - start, self._width))
-                spans.append(EmbeddedSpan(len(placed) + start, zeros, digest, row, image.rope_grid))
+                spans.append(EmbeddedSpan(begin + start, zeros, digest, row, image.rope_grid))
                 row += stop - start
-            placed += image.token_ids
+            placed += image.token_ids[1:]
+            end = len(placed)
         return placed, with_digests(spans, len(placed), self._block_size)
+
+    def _append(self, placed: list[int], token_id: int, *, is_edge: bool) -> None:
+        """Append a token, or join it with the last one at an image's edge, as the tokenizer would."""
+        joined = self._processor.join(placed[-1], token_id) if is_edge else None
+        if joined is None:
+            placed.append(token_id)
+        else:
+            placed[-1] = joined
 
     def start_encoding(self, images: Sequence[PreparedImage], tenant: str, salt: str) -> list[Future[_Rows]]:
         """Start to encode images; those of concurrent requests share calls of the encoder, tenants in turn.

@@ -190,6 +190,11 @@ class PromptEmbeds:
             if begin < end:
                 yield begin, span.values_te[begin - span.start : end - span.start]
 
+    def end_outside(self, start: int, stop: int) -> int:
+        """Return the last position up to `stop` at which a chunk from `start` may end: not inside a span."""
+        inside = (span.start for span in self.spans if span.start < stop < span.stop)
+        return max(start, next(inside, stop))
+
     @property
     def rope_shift(self) -> int:
         """Positions by which rotary embedding is behind after all spans: an image advances it by its longer side."""
