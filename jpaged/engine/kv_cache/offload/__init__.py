@@ -4,4 +4,5 @@ host.py            host memory tier
 host_prefetch.py   prefetch from host memory to the device, for a waiting prompt
 transfer.py        export of a prefix to another server
 connector_tier.py  tier below host memory, over a KV connector or local disk
+mooncake.py        KV connector over Mooncake Store, whose memory a fleet shares
 """
