@@ -88,7 +88,7 @@ from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.kernels.lora import AdaptedMatrix
-from jpaged.kernels.sampling.cpu.feed import Feed
+from jpaged.kernels.sampling.cpu import Feed
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model, insert
