@@ -133,8 +133,9 @@ demo-model: $(STAMP) ## train the embedded model again
 demo-draft: $(STAMP) ## train the embedded draft model again
 	@$(BIN)/python -m benchmarks.demo_model.distil $(ARGS)
 
+# `make check` runs those of tests/arch.
 test: $(STAMP) ## the quick tests
-	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal --ignore=tests/arch $(ARGS)
 
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
