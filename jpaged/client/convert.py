@@ -15,7 +15,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
@@ -383,7 +385,13 @@ def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         weight_versions=tuple([WeightVersionRun(run.version, run.num_tokens) for run in message.finish.weight_versions])
         if has_finish
         else (),
+        routed_experts=_parse_experts(message.routed_experts) if message.HasField("routed_experts") else None,
     )
+
+
+def _parse_experts(message: inference_pb2.RoutedExperts) -> NDArray[Any]:
+    dtype = "<u1" if message.bytes_per_id == 1 else "<u2"
+    return np.frombuffer(message.ids, dtype).reshape(-1, message.num_layers, message.top_k)
 
 
 class Assembler:
