@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -622,11 +622,13 @@ class FakeExecutor:
         self.asleep.remove(tag)
 
     def check_update(self, weights: object) -> FakeUpdate:
-        """Return an update that was made by a test, or one of the number in a file.
+        """Return an update that was made by a test, or one of the number in a file or in the array `weight`.
 
         Raises:
-            InvalidArgument: it is neither.
+            InvalidArgument: it is none of them.
         """
+        if isinstance(weights, Mapping) and [*weights] == ["weight"] and weights["weight"].shape == (1,):
+            return FakeUpdate(int(weights["weight"][0]))
         if isinstance(weights, str) and Path(weights).is_file():
             return FakeUpdate(int(Path(weights).read_text(encoding="utf-8")))
         if not isinstance(weights, FakeUpdate):
