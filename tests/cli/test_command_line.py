@@ -173,6 +173,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "prompt_logprobs": (["-1"], -1),
     "truncate_prompt_tokens": (["7"], 7),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputs(regex="a+")),
+    "routed_experts_prompt_start": (["3"], 3),
 }
 
 
