@@ -175,7 +175,6 @@ _NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
     "prompt_logprob_start": ((None, 0), "prompt_logprobs returns all positions"),
     "watermarking": ((None, False), "outputs are not watermarked"),
-    "routed_experts_prompt_start": ((None, 0), "responses do not have the experts of tokens"),
     "trace_decode_token_ids": ((None,), "use LLM.score_continuations for the log-probabilities of given tokens"),
 }
 """Parameters of vLLM that would change the result: values without an effect, and the reason or an alternative."""
@@ -234,6 +233,7 @@ class SamplingParams:
         priority: lower values run first, under the scheduling policy `priority`.
         cache_salt: prefixes are shared only between requests with the same salt.
         use_prefix_cache: if False, neither use the prefix cache nor add to it.
+        routed_experts_prompt_start: first prompt tokens that `routed_experts` leaves out, if the engine returns them.
         output_kind: content of each output of `AsyncLLM` and `LLMEngine`; not sent to a server.
     """
 
@@ -340,6 +340,9 @@ class SamplingParams:
     cache_salt: str = param("", "share cached prefixes only with requests that have the same salt")
     use_prefix_cache: bool = param(True, "False: neither read nor write the prefix cache")
 
+    routed_experts_prompt_start: int = param(
+        0, "first prompt tokens to leave out of the returned experts, of servers with --enable-return-routed-experts"
+    )
     _: KW_ONLY
     output_kind: RequestOutputKind = param(RequestOutputKind.CUMULATIVE, "content of each output of a stream")
     skip_reading_prefix_cache: InitVar[bool | None] = None
@@ -354,7 +357,6 @@ class SamplingParams:
     prompt_logprob_token_ids: InitVar[Any] = None
     prompt_logprob_start: InitVar[int | None] = None
     watermarking: InitVar[bool | None] = None
-    routed_experts_prompt_start: InitVar[int | None] = None
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __post_init__(
@@ -567,6 +569,8 @@ class SamplingParams:
         require_whole_characters("cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
+        start = self.routed_experts_prompt_start
+        _require(_is_int(start) and start >= 0, "routed_experts_prompt_start", start, "an integer from 0 on")
 
     def _check_sampling_logprobs(self) -> None:
         is_bool = isinstance(self.sampling_logprobs, bool)

@@ -65,7 +65,7 @@ from jpaged.device.speculative.dispatch import is_of_rounds, unpack_rounds
 from jpaged.device.speculative.drafter import DRAFT, build_drafter, draft_params_for, split_params
 from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import measure_rates
-from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, WholeHostBlocks, move_sizes
+from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, RoutePool, WholeHostBlocks, move_sizes
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
@@ -388,6 +388,7 @@ class JaxExecutor:
         step: the traced step: the model, its kernels and its matmul backend.
         sleeper: releases the device memory; None with several processes, a draft model or EPLB.
         host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
+        routed_experts: reads the experts of tokens; None if they are not kept.
     """
 
     def __init__(
@@ -424,7 +425,12 @@ class JaxExecutor:
         zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
         counts = jax.jit(zeros, out_shardings=shardings)()
         abstract_load = step.abstract_expert_load()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
+        states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
+        served_pool = ServedPool(self._pool, states, abstract_load, routes)
+        self.routed_experts: RoutePool | None = None
+        if routes is not None and served_pool.routes is not None:
+            sizes = geometry.num_host_blocks, step.sparse_layers, len(step.model.config.layer_kinds)
+            self.routed_experts = RoutePool(served_pool.routes, routes, *sizes)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
@@ -600,6 +606,8 @@ class JaxExecutor:
             )
         if self._balancer is not None:
             self._balancer.start(self._runner.params, self.step)
+        if self.routed_experts is not None:
+            self.routed_experts.warm_up()
         self._programs.compile_rest(progress)
 
     def _record_steps(self, num_steps: int) -> None:
@@ -637,6 +645,8 @@ class JaxExecutor:
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
+            if self.routed_experts is not None:
+                self.routed_experts.run(moves)
             if self._drafter is not None:
                 self._drafter.move(moves)
 

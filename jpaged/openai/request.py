@@ -186,7 +186,6 @@ VLLM: Mapping[str, Neutral] = {
     "return_weight_versions": _OFF,
     "return_mm_kwargs": hint(bool),
     "mm_payload": hint(str),
-    "routed_experts_prompt_start": only(0),
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
     "include_reasoning": _ON,

@@ -234,6 +234,9 @@ class InputProcessor:
                 raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
         elif sampling.thinking_token_budget is not None:
             thinking = self._answering.thinking(None, sampling, token_ids)
+        if sampling.routed_experts_prompt_start > len(token_ids):
+            problem = f"{sampling.routed_experts_prompt_start} is over the {len(token_ids)} tokens of the prompt"
+            raise InvalidArgument("sampling.routed_experts_prompt_start", problem)
         sampling = _without_empty_constraint(sampling)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
