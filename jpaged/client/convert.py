@@ -341,7 +341,7 @@ def _build_sampling(given: tuple[Any, ...]) -> inference_pb2.SamplingParams:
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all tokens are kept either way
     values["stop_token_ids"] = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
-    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"):
         if name in values:
             values[name] = checked_int32(f"sampling.{name}", values[name])
     values["logprob_token_ids"] = checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)

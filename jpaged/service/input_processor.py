@@ -229,9 +229,11 @@ class InputProcessor:
             sampling = dataclasses.replace(sampling, max_tokens=most)
         if prompt.messages is not None:
             sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
-            thinking = self._answering.thinking(prompt.chat_options, token_ids)
+            thinking = self._answering.thinking(prompt.chat_options, sampling, token_ids)
             if thinking is not None and sampling.sampling_logprobs:
                 raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
+        elif sampling.thinking_token_budget is not None:
+            thinking = self._answering.thinking(None, sampling, token_ids)
         if sampling.routed_experts_prompt_start > len(token_ids):
             problem = f"{sampling.routed_experts_prompt_start} is over the {len(token_ids)} tokens of the prompt"
             raise InvalidArgument("sampling.routed_experts_prompt_start", problem)
@@ -285,6 +287,8 @@ class InputProcessor:
         check_generated(prompt.generated, sampling)
         if prompt.messages is not None:
             self._answering.check(prompt.chat_options, sampling)
+        elif sampling.thinking_token_budget is not None:
+            self._answering.check_budget("thinking_token_budget", sampling)
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatOutputParser | None:
         """Return the parser of the answers to a request made from these arguments; None if all text is content."""
