@@ -240,7 +240,7 @@ $(TUNIX)/.installed: $(STAMP)
 tunix: $(TUNIX)/.installed ## GRPO by tunix with the engine as its sampler: the same log-probabilities on both sides
 	@JAX_PLATFORMS=cpu $(TUNIX)/bin/python -m benchmarks.rl.tunix_grpo $(ARGS)
 
-# In an environment of its own: the machine needs libraries for Mooncake that pip does not install.
+# In a separate environment: the machine needs libraries for Mooncake that pip does not install.
 $(FLEET)/.installed: $(STAMP)
 	@echo "==> installing jpaged and Mooncake into $(FLEET)"; rm -rf $(FLEET); $(BIN)/python -m venv $(FLEET)
 	@$(FLEET)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[mooncake]" \

@@ -588,7 +588,7 @@ def _view_bytes(array: Any) -> NDArray[np.uint8]:
     """Return the bytes of an array of NumPy or JAX, or of a tensor of PyTorch, in host memory."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().reshape(-1)
-        bits: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()  # NumPy lacks some of its types
+        bits: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()  # NumPy lacks some types of PyTorch
         return bits
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -279,7 +279,7 @@ def test_what_cannot_be_answered_is_named(answer_format, options, sampling, erro
 
 
 def think(prompt, budget, answer_format=QWEN, **fields):
-    """Return the state of a completion's budget, as the request of its prompt has it."""
+    """Return the state of a completion's budget, as the request with this prompt has it."""
     processor = InputProcessor(ByteTokenizer(), FakeExecutor().geometry, answering=answering(answer_format))
     sampling = SamplingParams(thinking_token_budget=budget, **fields)
     return processor.make_request(request_id="r", sampling=sampling, prompt=Prompt(text=prompt)).thinking
