@@ -134,8 +134,9 @@ demo-model: $(STAMP) ## train the embedded model again
 demo-draft: $(STAMP) ## train the embedded draft model again
 	@$(BIN)/python -m benchmarks.demo_model.distil $(ARGS)
 
+# `make check` runs those of tests/arch.
 test: $(STAMP) ## the quick tests
-	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal --ignore=tests/arch $(ARGS)
 
 # Every planted fault, the second grid of each interpreted kernel, and the rest of the grids whose pairs are long: what
 # nobody needs who changed no kernel, no engine and none of their tests, and what a release is made after. That each fault
@@ -239,7 +240,7 @@ $(TUNIX)/.installed: $(STAMP)
 tunix: $(TUNIX)/.installed ## GRPO by tunix with the engine as its sampler: the same log-probabilities on both sides
 	@JAX_PLATFORMS=cpu $(TUNIX)/bin/python -m benchmarks.rl.tunix_grpo $(ARGS)
 
-# In an environment of its own: the machine needs libraries for Mooncake that pip does not install.
+# In a separate environment: the machine needs libraries for Mooncake that pip does not install.
 $(FLEET)/.installed: $(STAMP)
 	@echo "==> installing jpaged and Mooncake into $(FLEET)"; rm -rf $(FLEET); $(BIN)/python -m venv $(FLEET)
 	@$(FLEET)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[mooncake]" \

@@ -165,6 +165,7 @@ class EngineConfig:
         self.parallel.check()
         self._check_stages()
         self._check_eplb()
+        self._check_routed_experts()
         self.lora.check()
         self.timeouts.check()
         self.http.check()
@@ -188,6 +189,27 @@ class EngineConfig:
         for other, (value, only) in refused.items():
             if value != only:
                 raise InvalidArgument("enable_eplb", f"is on, and does not support {other} {value}; it must be {only}")
+
+    def _check_routed_experts(self) -> None:
+        """Reject options that conflict with returned experts, which are stored with the blocks of one device."""
+        if not self.model.enable_return_routed_experts:
+            return
+        refused: dict[str, tuple[object, object]] = {
+            "enable_eplb": (self.parallel.enable_eplb, False),
+            "enable_dp_attention": (self.parallel.enable_dp_attention, False),
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "kv_policy": (self.cache.kv_policy, "paged"),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+        }
+        if self.cache.store_option is not None:
+            refused[self.cache.store_option] = (self.cache.described_store(), None)
+        for other, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(
+                    "enable_return_routed_experts", f"is on, and does not support {other} {value}; it must be {only}"
+                )
 
     def _check_stages(self) -> None:
         """Reject options that conflict with layers in stages."""

@@ -145,6 +145,11 @@ class ModelOptions:
         "accept input embeddings (`prompt_embeds`) in place of a prompt's tokens; only from trusted callers, because "
         "they reach inputs of the model that no text has",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "return the experts that each token was routed to, in every layer, with the outputs of models that have "
+        "experts (`routed_experts`)",
+    )
     skip_tokenizer_init: bool = option(
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )

@@ -121,7 +121,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "smg_grpc_proto": {"server"},
     "llguidance": {"service"},
     "lm_eval": {"evaluation"},
-    "mooncake": {"engine.kv_cache.offload"},
+    "mooncake": {"engine"},
     "tunix": {"tunix"},
     "pyarrow": {"client"},
     "ray": set(),

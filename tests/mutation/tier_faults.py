@@ -579,7 +579,7 @@ TIER_FAULTS = (
         MOONCAKE,
     ),
     Fault(
-        "each block of a prompt is looked up in a call of its own",
+        "each block of a prompt is looked up in a separate call",
         "kv_cache/connector.py",
         "        if self._lookup_all is None or not keys or not self._is_on:\n",
         "        if True:\n",

@@ -170,7 +170,7 @@ def test_servers_of_a_fleet_find_what_the_others_computed(tmp_path, master):
     assert (second.load().num_external_hit_tokens, second.load().num_external_fallbacks) == (24, 0)
     longer = [*PROMPT, *range(3, 15)]
     assert second.ask("b", longer) == 28
-    assert first.ask("c", [*longer, 1]) == 40  # 28 of its own memory
+    assert first.ask("c", [*longer, 1]) == 40  # 28 in memory
     assert first.load().num_external_hit_tokens == 12
     for server in (first, second):
         server.stop()
