@@ -220,20 +220,13 @@ class InputProcessor:
         """
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
-        thinking: ThinkingBudget | None = None
         token_ids, embeds = self._inputs(prompt, sampling, cache_tenant)
         if prompt.fills_length:
             most = self._max_tokens(len(token_ids), sampling)
             if prompt.max_filled is not None:
                 most = max(sampling.max_num_tokens, min(most, prompt.max_filled))
             sampling = dataclasses.replace(sampling, max_tokens=most)
-        if prompt.messages is not None:
-            sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
-            thinking = self._answering.thinking(prompt.chat_options, sampling, token_ids)
-            if thinking is not None and sampling.sampling_logprobs:
-                raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
-        elif sampling.thinking_token_budget is not None:
-            thinking = self._answering.thinking(None, sampling, token_ids)
+        sampling, thinking = self._constrained(prompt, sampling, token_ids)
         if sampling.routed_experts_prompt_start > len(token_ids):
             problem = f"{sampling.routed_experts_prompt_start} is over the {len(token_ids)} tokens of the prompt"
             raise InvalidArgument("sampling.routed_experts_prompt_start", problem)
@@ -270,6 +263,20 @@ class InputProcessor:
             if forbidden is not None:
                 raise forbidden
         return request
+
+    def _constrained(
+        self, prompt: Prompt, sampling: SamplingParams, token_ids: Sequence[int]
+    ) -> tuple[SamplingParams, ThinkingBudget | None]:
+        """Return the parameters with the constraint of a chat's tools, and the thinking budget."""
+        if prompt.messages is None:
+            if sampling.thinking_token_budget is None:
+                return sampling, None
+            return sampling, self._answering.thinking(None, sampling, token_ids)
+        sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
+        thinking = self._answering.thinking(prompt.chat_options, sampling, token_ids)
+        if thinking is not None and sampling.sampling_logprobs:
+            raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
+        return sampling, thinking
 
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""
