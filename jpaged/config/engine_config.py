@@ -57,6 +57,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
+    "MOONCAKE_CONFIG_PATH": "JSON file with options of the KV connector MooncakeStoreConnector",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
     "XLA_CLIENT_MEM_FRACTION": "share of each GPU's memory for JAX's allocator; jpaged sets it to 0.95",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "deprecated name of XLA_CLIENT_MEM_FRACTION",
@@ -549,6 +550,17 @@ def shows_traces() -> bool:
 def tpu_library() -> Path | None:
     """Return the libtpu.so named by TPU_LIBRARY_PATH, for processes that compile for TPUs."""
     return Path(path) if (path := os.environ.get("TPU_LIBRARY_PATH")) else None
+
+
+def mooncake_config_path() -> Path | None:
+    """Return the file of options of Mooncake Store (MOONCAKE_CONFIG_PATH); None if there is none."""
+    return Path(path) if (path := os.environ.get("MOONCAKE_CONFIG_PATH")) else None
+
+
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of a library that are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_tokenizers_on_their_thread() -> None:
