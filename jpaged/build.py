@@ -30,6 +30,7 @@ from jpaged.checkpoints.hub import (
     fingerprint,
     read_config,
     read_default_sampling,
+    read_json,
 )
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
@@ -62,6 +63,7 @@ from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder.config import apply_lossy_window, describe_lossy_cache
 from jpaged.models.eagle import mtp_config
+from jpaged.models.hf_config import to_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
@@ -446,6 +448,13 @@ def _findings(source: ModelSource, executor: JaxExecutor, overrides: Mapping[str
         "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
         **sizes,
     }
+
+
+def read_hf_fields(options: ModelOptions) -> Mapping[str, object]:
+    """Return the fields of a model's config.json; those that say the same if its file is of llama.cpp."""
+    folder = find_model(options)
+    path = folder / "config.json"
+    return {**read_json(path), **options.overrides} if path.is_file() else to_hf(read_config(folder, options.overrides))
 
 
 def find_source(options: ModelOptions, *, starts_templates: bool = False) -> ModelSource:

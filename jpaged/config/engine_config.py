@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -630,3 +630,27 @@ def _template_start(text: str) -> str:
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process for a child, with these variables set."""
     return {**os.environ, **variables}
+
+
+class ConfigView:
+    """Values of a loaded model by vLLM's names, for code that reads them.
+
+    Args:
+        name: path of the object, for errors.
+        advice: what to use for other attributes.
+        lazy: attributes that are computed when they are first read.
+    """
+
+    def __init__(
+        self, name: str, advice: str, lazy: Mapping[str, Callable[[], Any]] | None = None, /, **values: Any
+    ) -> None:
+        self.__dict__.update(values, _name=name, _advice=advice, _lazy=dict(lazy or {}))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        if attribute in self._lazy:
+            self.__dict__[attribute] = value = self._lazy[attribute]()
+            return value
+        known = ", ".join(sorted({*vars(self), *self._lazy} - {"_name", "_advice", "_lazy"}))
+        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")
