@@ -24,30 +24,33 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from jpaged.errors import InvalidArgument, LimitExceeded, NotFound, Unsupported
-from jpaged.types import LoRARequest, SamplingParams
+from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
+from jpaged.sampling_params import PoolingParams
+from jpaged.types import LoRARequest, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
     from jpaged.llm import LLM
 
+_ParamsT = TypeVar("_ParamsT")
 Row = dict[str, Any]
 RowFunction = Callable[[Row], Row]
 
 ROW_COLUMN = "__data"
 """The column that carries a pickled row between stages."""
 ERROR_COLUMN = "__inference_error__"
+"""The error of a row, "" if it succeeded."""
 TASKS = ("generate", "embed", "classify")
 PROMPT_KEYS = ("messages", "tokenized_prompt", "prompt_token_ids", "prompt")
 """Keys of a row that give a prompt; the first that is set counts."""
-_ROW_ERRORS = (InvalidArgument, NotFound, Unsupported, LimitExceeded)
-"""Errors of one row. Others are those of the engine, and end the actor's batch."""
 _CHAT_KEYS = ("tools", "chat_template_kwargs")
+_UNSUPPORTED_KEYS = ("multimodal_data", "mm_processor_kwargs", "multimodal_uuids", "tokenization_kwargs", "images")
+"""Keys of a row that would change the results in Ray's own processor."""
 _MIN_ACTORS_WAIT_S = 600
 
 
@@ -62,6 +65,7 @@ class JpagedEngineProcessorConfig:
         batch_size: rows that an actor takes together.
         concurrency: number of engines, or (minimum, maximum) for an actor pool that scales.
         max_concurrent_batches: batches that an actor runs at a time.
+        max_tasks_in_flight_per_actor: batches that Ray sends to an actor ahead; by default, as many as run at a time.
         max_pending_requests: no effect: the engine's queue limits itself.
         should_continue_on_error: a row that fails has its error in `__inference_error__`; False ends the data set.
         apply_chat_template: use `messages` of rows, with the model's chat template.
@@ -81,7 +85,8 @@ class JpagedEngineProcessorConfig:
         accelerator_type: Ray's type of accelerator for each engine.
         runtime_env: Ray's runtime environment of each engine.
         dynamic_lora_loading_path: folder of LoRA adapters, one folder each, which rows name in `model`.
-        experimental: `max_tasks_in_flight_per_actor` only.
+        log_engine_metrics: no effect.
+        experimental: `max_tasks_in_flight_per_actor` only, its former place.
     """
 
     model_source: str
@@ -90,6 +95,7 @@ class JpagedEngineProcessorConfig:
     batch_size: int = 32
     concurrency: int | tuple[int, int] = 1
     max_concurrent_batches: int = 8
+    max_tasks_in_flight_per_actor: int | None = None
     max_pending_requests: int | None = None
     should_continue_on_error: bool = False
     apply_chat_template: bool = True
@@ -108,6 +114,7 @@ class JpagedEngineProcessorConfig:
     accelerator_type: str | None = None
     runtime_env: Mapping[str, Any] | None = None
     dynamic_lora_loading_path: str | None = None
+    log_engine_metrics: bool = True
     experimental: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +126,7 @@ class JpagedEngineProcessorConfig:
         object.__setattr__(self, "task_type", task)
         for name in ("batch_size", "max_concurrent_batches"):
             _require_count(name, getattr(self, name), 1)
+        _require_count("max_tasks_in_flight_per_actor", self.max_tasks_in_flight, 1)
         for count in self.pool_sizes:
             _require_count("concurrency", count, 1)
         if self.pool_sizes[0] > self.pool_sizes[1]:
@@ -154,6 +162,12 @@ class JpagedEngineProcessorConfig:
         if isinstance(self.concurrency, Sequence) and len(self.concurrency) == 2:
             return self.concurrency[0], self.concurrency[1]
         return self.concurrency, self.concurrency  # type: ignore[return-value]
+
+    @property
+    def max_tasks_in_flight(self) -> int:
+        """Batches that Ray sends to an actor ahead."""
+        given = self.max_tasks_in_flight_per_actor or self.experimental.get("max_tasks_in_flight_per_actor")
+        return given or self.max_concurrent_batches
 
     @property
     def chat_options(self) -> Mapping[str, Any] | None:
@@ -225,7 +239,7 @@ class Processor:
         context = ray.data.DataContext.get_current()
         context.wait_for_min_actors_s = max(context.wait_for_min_actors_s, _MIN_ACTORS_WAIT_S)
         least, most = config.pool_sizes
-        in_flight = config.experimental.get("max_tasks_in_flight_per_actor", config.max_concurrent_batches)
+        in_flight = config.max_tasks_in_flight
         pool = ray.data.ActorPoolStrategy(
             **({"size": least} if least == most else {"min_size": least, "max_size": most}),
             max_tasks_in_flight_per_actor=in_flight,
@@ -242,7 +256,8 @@ class Processor:
             compute=pool,  # Ray starts actors again if they are lost, and runs their batches again
             **config.resources(ray.cluster_resources()),
         )
-        return run.map(RowUnpacker(self._postprocess), **self._map_options[1])
+        unpack = RowUnpacker(self._postprocess, has_error_column=config.should_continue_on_error)
+        return run.map(unpack, **self._map_options[1])
 
 
 def build_processor(
@@ -309,15 +324,16 @@ class RowPacker:
 class RowUnpacker:
     """Unpacks a row and applies `postprocess`."""
 
-    def __init__(self, postprocess: RowFunction | None) -> None:
-        self._postprocess = postprocess
+    def __init__(self, postprocess: RowFunction | None, *, has_error_column: bool) -> None:
+        self._postprocess, self._has_error_column = postprocess, has_error_column
 
     def __call__(self, row: Row) -> Row:
         """Return the row of the result; that of a failed row is not changed."""
         found: Row = pickle.loads(row[ROW_COLUMN])
-        if self._postprocess is None or found.get(ERROR_COLUMN) is not None:
+        if self._postprocess is None or found[ERROR_COLUMN]:
             return found
-        return self._postprocess(found)
+        result = self._postprocess(found)
+        return {**result, ERROR_COLUMN: ""} if self._has_error_column else result
 
 
 def to_plain(value: Any) -> Any:
@@ -364,38 +380,42 @@ class EngineStage:
         """Return the results of rows. If one cannot run, halves run separately, until it is alone."""
         try:
             return self._run_together(rows)
-        except _ROW_ERRORS as error:
+        except Unavailable:
+            raise  # the engine has stopped, so no row can run
+        except JpagedError as error:
             if not self._config.should_continue_on_error:
                 raise
             if len(rows) > 1:
                 middle = len(rows) // 2
                 return [*self._run(rows[:middle]), *self._run(rows[middle:])]
-            return [{ERROR_COLUMN: f"{type(error).__name__}: {error}"}]
+            return [{ERROR_COLUMN: _error_text(error)}]
 
     def _run_together(self, rows: Sequence[Row]) -> list[Row]:
         prompts = [self._prompt(row) for row in rows]
         adapters = [self._adapter(row) for row in rows]
+        if self._config.task_type == "generate":
+            params = [self._sampling(row) for row in rows]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+            return [self._result(output) for output in outputs]
+        given = [_parameters("pooling_params", row, PoolingParams) for row in rows]
+        if any(one != given[0] for one in given):
+            middle = next(i for i, one in enumerate(given) if one != given[0])
+            return [*self._run_together(rows[:middle]), *self._run_together(rows[middle:])]
+        options: dict[str, Any] = {"pooling_params": given[0], "use_tqdm": False, "lora_request": adapters}
         if self._config.task_type == "embed":
-            vectors = self._llm.embed(prompts, use_tqdm=False, lora_request=adapters)
-            return [
-                {"embeddings": list(one.values), "num_input_tokens": len(one.prompt_token_ids), ERROR_COLUMN: None}
-                for one in vectors
-            ]
-        if self._config.task_type == "classify":
-            labels = self._llm.classify(prompts, use_tqdm=False, lora_request=adapters)
-            return [
-                {
-                    "embeddings": list(one.outputs.probs),
-                    "num_input_tokens": len(one.prompt_token_ids),
-                    ERROR_COLUMN: None,
-                }
-                for one in labels
-            ]
-        params = [self._sampling(row) for row in rows]
-        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-        return [self._result(output) for output in outputs]
+            vectors = [(one.values, one.prompt_token_ids) for one in self._llm.embed(prompts, **options)]
+        else:
+            labels = self._llm.classify(prompts, **options)
+            vectors = [(one.outputs.probs, one.prompt_token_ids) for one in labels]
+        return [
+            {"embeddings": list(values), "num_input_tokens": len(token_ids), ERROR_COLUMN: ""}
+            for values, token_ids in vectors
+        ]
 
     def _prompt(self, row: Row) -> Any:
+        for name in _UNSUPPORTED_KEYS:
+            if row.get(name):
+                raise Unsupported(f"{name}: is not supported in a row")
         key = next((name for name in PROMPT_KEYS if row.get(name) is not None), None)
         if key is None:
             raise InvalidArgument("prompt", f"a row has none of {', '.join(PROMPT_KEYS)}, but {sorted(row)}")
@@ -423,21 +443,13 @@ class EngineStage:
 
     @staticmethod
     def _sampling(row: Row) -> SamplingParams:
-        given = row.get("sampling_params") or {}
-        if isinstance(given, SamplingParams):
-            return given
-        if not isinstance(given, Mapping):
-            raise InvalidArgument("sampling_params", f"{type(given).__name__} is not a mapping of parameters")
-        values = {name: value for name, value in given.items() if value is not None}  # Arrow fills gaps with None
-        if unknown := sorted(set(values) - set(inspect.signature(SamplingParams).parameters)):
-            raise InvalidArgument("sampling_params", f"{unknown[0]} is not a parameter of SamplingParams")
-        return SamplingParams(**values)
+        return _parameters("sampling_params", row, SamplingParams) or SamplingParams()
 
     def _result(self, output: Any) -> Row:
         if output.error is not None:
             if not self._config.should_continue_on_error:
                 raise output.error
-            return {ERROR_COLUMN: f"{type(output.error).__name__}: {output.error}"}
+            return {ERROR_COLUMN: _error_text(output.error)}
         first = output.outputs[0]
         result: Row = {
             "prompt_token_ids": list(output.prompt_token_ids),
@@ -446,8 +458,35 @@ class EngineStage:
             "generated_tokens": list(first.token_ids),
             "num_generated_tokens": len(first.token_ids),
             "finish_reason": getattr(first.finish_reason, "value", first.finish_reason),
-            ERROR_COLUMN: None,
+            ERROR_COLUMN: "",
         }
         if len(output.outputs) > 1:
             result["generated_texts"] = [one.text for one in output.outputs]
+        for name, positions in (("logprobs", first.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+            if positions is not None:
+                result[name] = [one and _logprobs_row(one) for one in positions]
         return result
+
+
+def _parameters(key: str, row: Row, kind: type[_ParamsT]) -> _ParamsT | None:
+    """Return the parameters that a row gives; None if it gives none."""
+    given = row.get(key)
+    if given is None or isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(key, f"{type(given).__name__} is not a mapping of parameters")
+    values = {name: value for name, value in given.items() if value is not None}  # Arrow fills gaps with None
+    if unknown := sorted(set(values) - set(inspect.signature(kind).parameters)):
+        raise InvalidArgument(key, f"{unknown[0]} is not a parameter of {kind.__name__}")
+    return kind(**values)
+
+
+def _logprobs_row(position: Mapping[int, TokenLogprob]) -> dict[int, Row]:
+    return {
+        token_id: {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
+        for token_id, one in position.items()
+    }
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

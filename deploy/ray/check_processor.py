@@ -136,7 +136,7 @@ def check_errors() -> None:
     tolerant = JpagedEngineProcessorConfig(**config, should_continue_on_error=True)
     done = sorted(build_processor(tolerant)(ray.data.from_items(rows)).take_all(), key=lambda row: row["id"])
     errors = [row[ERROR_COLUMN] for row in done]
-    require([error is None for error in errors] == [True, True, False, True], f"one row has an error: {errors}")
+    require([not error for error in errors] == [True, True, False, True], f"one row has an error: {errors}")
     require("max_tokens" in errors[2], f"the error names the parameter: {errors[2]}")
     try:
         build_processor(JpagedEngineProcessorConfig(**config))(ray.data.from_items(rows)).take_all()

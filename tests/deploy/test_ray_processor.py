@@ -16,7 +16,8 @@ import pytest
 from jpaged import ray as processors
 from jpaged.errors import InternalError, InvalidArgument, Unavailable, Unsupported
 from jpaged.ray import ERROR_COLUMN, ROW_COLUMN, EngineStage, JpagedEngineProcessorConfig, build_processor
-from jpaged.types import LoRARequest, SamplingParams
+from jpaged.sampling_params import PoolingParams
+from jpaged.types import LoRARequest, SamplingParams, TokenLogprob
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 PATIENCE_S = 1800.0
@@ -31,7 +32,7 @@ class Model:
 
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
-        self.params: list[SamplingParams] = []
+        self.params: list[Any] = []
         self.adapters: list[LoRARequest | None] = []
         self.chats: list[tuple[Any, dict[str, Any]]] = []
 
@@ -48,11 +49,13 @@ class Model:
     @staticmethod
     def _answer(prompt: Any) -> Any:
         error = InternalError("a step failed") if prompt == "broken" else None
-        one = SimpleNamespace(text=f"re {prompt}", token_ids=(7, 8), finish_reason="length")
-        return SimpleNamespace(error=error, outputs=(one,), prompt_token_ids=(1, 2, 3))
+        likely = ({7: TokenLogprob(7, -0.5, 1, "x")},) if prompt == "likely" else None
+        one = SimpleNamespace(text=f"re {prompt}", token_ids=(7, 8), finish_reason="length", logprobs=likely)
+        return SimpleNamespace(error=error, outputs=(one,), prompt_token_ids=(1, 2, 3), prompt_logprobs=None)
 
     def embed(self, prompts: list[Any], **options: Any) -> list[Any]:
         self.calls.append(list(prompts))
+        self.params.append(options["pooling_params"])
         return [SimpleNamespace(values=(0.5, float(i)), prompt_token_ids=(1,)) for i, _ in enumerate(prompts)]
 
     def classify(self, prompts: list[Any], **options: Any) -> list[Any]:
@@ -61,6 +64,13 @@ class Model:
     def preprocess_chat(self, messages: list[Any], **options: Any) -> list[Any]:
         self.chats.append((messages, options))
         return [{"prompt_token_ids": [9, 9]} for _ in messages]
+
+
+class Failing(Model):
+    """Raises the error of a single prompt, as `LLM` does."""
+
+    def generate(self, prompts: list[Any], params: list[SamplingParams], **options: Any) -> list[Any]:
+        raise InternalError("a step failed")
 
 
 def run(rows: list[dict[str, Any]], model: Any = None, **values: Any) -> list[dict[str, Any]]:
@@ -78,7 +88,7 @@ def test_results_are_added_to_rows_by_rays_names():
         ("re b", [7, 8], 2),
     ]
     assert (rows[0]["id"], rows[0]["num_input_tokens"], rows[0]["prompt_token_ids"]) == (1, 3, [1, 2, 3])
-    assert (rows[0]["finish_reason"], rows[0][ERROR_COLUMN]) == ("length", None)
+    assert (rows[0]["finish_reason"], rows[0][ERROR_COLUMN]) == ("length", "")
     assert rows[0]["batch_uuid"] == rows[1]["batch_uuid"] and rows[0]["time_taken_llm"] >= 0
     assert [one.max_tokens for one in model.params] == [3, SamplingParams().max_tokens]
 
@@ -105,6 +115,19 @@ def test_vectors_and_labels_are_embeddings():
     assert run([{"prompt": "a"}], task_type="classify")[0]["embeddings"] == [0.25, 0.75]
 
 
+def test_rows_have_pooling_parameters_of_their_own():
+    model = Model()
+    given = [None, {"dimensions": 2}, {"dimensions": 2}, None]
+    rows = run([{"prompt": "a", "pooling_params": one} for one in given], model, task_type="embed")
+    assert [len(call) for call in model.calls] == [1, 2, 1] and len(rows) == 4
+    assert model.params == [None, PoolingParams(dimensions=2), None]
+
+
+def test_log_probabilities_have_rays_form():
+    (row,) = run([{"prompt": "likely"}])
+    assert row["logprobs"] == [{7: {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+
+
 def test_a_row_that_cannot_run_has_its_error_and_the_others_their_results():
     prompts = ["a", "b", "bad", "c", "broken", "d", "e"]
     model = Model()
@@ -113,6 +136,9 @@ def test_a_row_that_cannot_run_has_its_error_and_the_others_their_results():
     assert [row[ERROR_COLUMN] for row in rows if row[ERROR_COLUMN]] == [
         "InvalidArgument: prompt: is bad",
         "InternalError: a step failed",
+    ]
+    assert [row[ERROR_COLUMN] for row in run([{"prompt": "broken"}], Failing(), should_continue_on_error=True)] == [
+        "InternalError: a step failed"
     ]
     assert [row["prompt"] for row in rows] == prompts
     assert len(model.params) == 6  # none ran twice
@@ -142,6 +168,11 @@ def test_an_engine_that_died_is_no_error_of_a_row():
 def test_what_a_row_lacks_is_named(row, message):
     with pytest.raises(InvalidArgument, match=message):
         run([row])
+
+
+def test_a_row_with_images_is_refused():
+    with pytest.raises(Unsupported, match="multimodal_data: is not supported in a row"):
+        run([{"prompt": "a", "multimodal_data": {"image": "x"}}])
 
 
 def test_rows_choose_adapters_by_name():
@@ -204,7 +235,7 @@ def test_an_engine_has_the_devices_that_it_uses(values, cluster, options):
 class RayConfig:
     """As much of a configuration of Ray as is read."""
 
-    model_fields = ("model_source", "engine_kwargs", "concurrency", "chat_template_stage", "log_engine_metrics")
+    model_fields = ("model_source", "engine_kwargs", "concurrency", "chat_template_stage", "new_field")
 
     def __init__(self, **values: Any) -> None:
         vars(self).update({**dict.fromkeys(self.model_fields), "concurrency": 1, "engine_kwargs": {}, **values})
@@ -214,8 +245,8 @@ def test_a_configuration_of_ray_is_taken():
     stage = SimpleNamespace(model_dump=lambda: {"enabled": False, "batch_size": 4})
     found = build_processor(RayConfig(model_source="m", chat_template_stage=stage, concurrency=(1, 3))).config
     assert (found.model_source, found.pool_sizes, found.chat_options) == ("m", (1, 3), None)
-    with pytest.raises(InvalidArgument, match=r"log_engine_metrics: is not supported by jpaged\.ray"):
-        build_processor(RayConfig(model_source="m", log_engine_metrics=True))
+    with pytest.raises(InvalidArgument, match=r"new_field: is not supported by jpaged\.ray"):
+        build_processor(RayConfig(model_source="m", new_field=True))
     with pytest.raises(InvalidArgument, match="config: dict is not a configuration of an engine"):
         build_processor({"model_source": "m"})
 
@@ -274,7 +305,10 @@ def test_a_data_set_goes_through_all_stages(context):
     )
     texts = ["a", "bad", "b"]
     done = processor(Data([{"text": text, "id": np.int64(i)} for i, text in enumerate(texts)]))
-    assert done.rows[::2] == [{"answer": "re a", "id": 0}, {"answer": "re b", "id": 2}]
+    assert done.rows[::2] == [
+        {"answer": "re a", "id": 0, ERROR_COLUMN: ""},
+        {"answer": "re b", "id": 2, ERROR_COLUMN: ""},
+    ]
     assert (done.rows[1][ERROR_COLUMN], done.rows[1]["id"]) == ("InvalidArgument: prompt: is bad", 1)
     packing, running, unpacking = done.options
     assert (packing, unpacking) == ({"num_cpus": 0.5}, {})
