@@ -41,7 +41,6 @@ from jpaged.sampling_params import (
 )
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.service.images import parse_images
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
@@ -62,6 +61,7 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
+    parse_images,
     to_host_array,
 )
 
@@ -537,7 +537,7 @@ class LocalModel:
         is_whole: bool = True,
     ) -> PreparedRequest:
         self._check_usable()
-        processor, grammars = self._serving.input_processor, self._serving.grammars
+        processor, grammars, images = self._serving.input_processor, self._serving.grammars, self._serving.images
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
         with python_names():
             prompt, given = processor.parse_images(prompt)
@@ -548,7 +548,6 @@ class LocalModel:
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
-            images = self._serving.images
             request = make(prompt=prompt) if images is None or not given else images.complete_now(given, prompt, make)
             if prompt.messages is not None:  # as rendered by the chat template
                 text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)

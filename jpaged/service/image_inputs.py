@@ -33,7 +33,11 @@ from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
 
 DEFAULT_MAX_IMAGES = 64
+IMAGES_REQUEST_MIB = 16.0
+"""Default of max_request_size with a model that reads images, for HTTP: photos of 12 MB in base64."""
 _NUM_THREADS = 4
+_JPEG = "/9j/"
+"""Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
 
@@ -260,7 +264,7 @@ class ImageInputs:
                 budget.take(field, self._processor.count_tokens(width, height), f"{width} x {height}")
 
         if isinstance(source, str):
-            is_url = ":" in source[:16] or source.startswith("/")
+            is_url = ":" in source[:16] or (source.startswith("/") and not source.startswith(_JPEG))
             source = self._sources.read(field, source) if is_url else read_base64(field, source)
         if isinstance(source, bytes | bytearray | memoryview):
             pixels_hwc = self._decoder.decode(field, bytes(source), check_size)

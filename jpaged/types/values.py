@@ -120,6 +120,7 @@ class ModelInfo:
         aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
         weight_version: version of the weights; "0" until the first update.
+        max_images: maximum number of images in a request; 0 if the model reads only text, and so is max_image_pixels.
     """
 
     name: str
@@ -144,6 +145,8 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
     weight_version: str = "0"
+    max_images: int = 0
+    max_image_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +226,13 @@ class EmbedsInput(TypedDict):
     prompt_embeds: Any
 
 
+class ImagesInput(TypedDict):
+    """A prompt as text with placeholders, and its images: `{"image": image}` or `{"image": [image, ...]}`."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
+
+
 EMBED_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Types of input embeddings, and the bytes of a number."""
 
@@ -248,6 +258,26 @@ def to_host_array(embeds: Any) -> NDArray[Any]:
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # ragged lists, and sparse tensors
         raise InvalidArgument("prompt_embeds", f"is no dense array of numbers: {str(error)[:200]}") from error
+
+
+def parse_images(given: Any) -> tuple[GivenImage, ...]:
+    """Return the images of `multi_modal_data`: one, or a list; none for None.
+
+    Raises:
+        InvalidArgument: it has other kinds of data.
+    """
+    name, given = "multi_modal_data", {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
+    for key, value in given.items():
+        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
+            raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
+    field, images = f"{name}.image", given.get("image")
+    if images is None:
+        return ()
+    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
+        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
+    return (GivenImage(field, images),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,14 +273,14 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: 'robot' is not one of"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
         ({"messages": [{**USER, "name": "me"}]}, "messages[0].name: is not supported"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.data: is an image, but"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type: 'image' is not supported",
+            "messages[0].content[0].content[0].source.data: is an image, but the model reads only text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},

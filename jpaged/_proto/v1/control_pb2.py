@@ -26,17 +26,17 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from jpaged._proto.v1 import inference_pb2 as jpaged_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/control.proto\x12\tjpaged.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19jpaged/v1/inference.proto\"\x16\n\x14GetServerInfoRequest\"\xb3\x02\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.jpaged.v1.ServerState\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07startup\x18\x05 \x01(\x0b\x32\x1a.jpaged.v1.StartupProgress\x12#\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0b\x32\x12.jpaged.v1.Backend\x12\"\n\x07options\x18\x07 \x03(\x0b\x32\x11.jpaged.v1.Option\x12\x0c\n\x04role\x18\x08 \x01(\t\x12\x12\n\ncheckpoint\x18\t \x01(\t\"<\n\x0fStartupProgress\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\"m\n\x07\x42\x61\x63kend\x12\x10\n\x08platform\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_kind\x18\x02 \x01(\t\x12\x13\n\x0bnum_devices\x18\x03 \x01(\r\x12\x11\n\tattention\x18\x04 \x01(\t\x12\x13\n\x0bjax_version\x18\x05 \x01(\t\"5\n\x06Option\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xa0\x04\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x17\n\x0fnum_query_heads\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x11\n\tmax_loras\x18\x0c \x01(\r\x12\x15\n\rmax_lora_rank\x18\r \x01(\r\x12\x18\n\x10tool_call_parser\x18\x1e \x01(\t\x12\x18\n\x10reasoning_parser\x18\x1f \x01(\t\x12\x14\n\x0cmax_logprobs\x18\x0e \x01(\x05\x12\x17\n\x0flossy_kv_window\x18\x0f \x01(\r\x12\x16\n\x0elossy_kv_sinks\x18\x10 \x01(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x11 \x01(\x0b\x32\x19.jpaged.v1.SamplingParams\x12\x0f\n\x07\x61liases\x18\x12 \x03(\t\x12 \n\x18state_bytes_per_sequence\x18\x13 \x01(\x04\x12\x16\n\x0eweight_version\x18\x14 \x01(\t\"\x10\n\x0eGetLoadRequest\"\xe2\x06\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x05 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x06 \x01(\r\x12\x18\n\x10peak_blocks_used\x18\x07 \x01(\r\x12\x10\n\x08slot_use\x18\x08 \x01(\x01\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0b \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\x0c \x01(\x04\x12\"\n\x1anum_compiles_after_warm_up\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_blocks_cached\x18\x0f \x01(\r\x12\x1b\n\x13num_copies_on_write\x18\x10 \x01(\x04\x12\x1e\n\x16num_blocks_swapped_out\x18\x11 \x01(\x04\x12\x1d\n\x15num_blocks_swapped_in\x18\x12 \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1f\n\x17num_prefix_query_tokens\x18\x14 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x15 \x01(\x04\x12\x19\n\x11num_cascade_steps\x18\x16 \x01(\x04\x12\x1a\n\x12num_cascade_tokens\x18\x17 \x01(\x04\x12(\n\x08replicas\x18\x18 \x03(\x0b\x32\x16.jpaged.v1.ReplicaLoad\x12\x1e\n\x16num_nonfinite_requests\x18\x19 \x01(\x04\x12\x1b\n\x13num_host_hit_tokens\x18( \x01(\x04\x12\x1b\n\x13num_disk_hit_tokens\x18) \x01(\x04\x12\x17\n\x0fnum_disk_blocks\x18* \x01(\x04\x12\x17\n\x0f\x64isk_bytes_read\x18+ \x01(\x04\x12\x1a\n\x12\x64isk_bytes_written\x18, \x01(\x04\x12\x1f\n\x17num_disk_blocks_dropped\x18- \x01(\x04\"\x92\x02\n\x0bReplicaLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x05 \x01(\r\x12\x19\n\x11num_blocks_cached\x18\x06 \x01(\r\x12\x1f\n\x17num_prefix_query_tokens\x18\x07 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\t \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\n \x01(\x04\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x89\x01\n\x10PinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.jpaged.v1.TokenIdsH\x00\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\tB\x08\n\x06prefix\".\n\x11PinPrefixResponse\x12\x19\n\x11num_pinned_tokens\x18\x01 \x01(\r\"\"\n\x12UnpinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13UnpinPrefixResponse\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"(\n\x13LoadAdapterResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"Z\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.jpaged.v1.UpdateMode\x12\x0f\n\x07version\x18\x03 \x01(\t\"/\n\x15UpdateWeightsResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x15\n\x13ListAdaptersRequest\"<\n\x14ListAdaptersResponse\x12$\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x12.jpaged.v1.Adapter\"8\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04*\xae\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x12\x18\n\x14SERVER_STATE_STALLED\x10\x05*l\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x14\n\x10UPDATE_MODE_WAIT\x10\x02\x12\x15\n\x11UPDATE_MODE_ABORT\x10\x03\x32\x90\x06\n\x0e\x43ontrolService\x12R\n\rGetServerInfo\x12\x1f.jpaged.v1.GetServerInfoRequest\x1a .jpaged.v1.GetServerInfoResponse\x12O\n\x0cGetModelInfo\x12\x1e.jpaged.v1.GetModelInfoRequest\x1a\x1f.jpaged.v1.GetModelInfoResponse\x12@\n\x07GetLoad\x12\x19.jpaged.v1.GetLoadRequest\x1a\x1a.jpaged.v1.GetLoadResponse\x12:\n\x05\x41\x62ort\x12\x17.jpaged.v1.AbortRequest\x1a\x18.jpaged.v1.AbortResponse\x12\x46\n\tPinPrefix\x12\x1b.jpaged.v1.PinPrefixRequest\x1a\x1c.jpaged.v1.PinPrefixResponse\x12L\n\x0bUnpinPrefix\x12\x1d.jpaged.v1.UnpinPrefixRequest\x1a\x1e.jpaged.v1.UnpinPrefixResponse\x12L\n\x0bLoadAdapter\x12\x1d.jpaged.v1.LoadAdapterRequest\x1a\x1e.jpaged.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.jpaged.v1.UnloadAdapterRequest\x1a .jpaged.v1.UnloadAdapterResponse\x12R\n\rUpdateWeights\x12\x1f.jpaged.v1.UpdateWeightsRequest\x1a .jpaged.v1.UpdateWeightsResponse\x12O\n\x0cListAdapters\x12\x1e.jpaged.v1.ListAdaptersRequest\x1a\x1f.jpaged.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jpaged/v1/control.proto\x12\tjpaged.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19jpaged/v1/inference.proto\"\x16\n\x14GetServerInfoRequest\"\xb3\x02\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.jpaged.v1.ServerState\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07startup\x18\x05 \x01(\x0b\x32\x1a.jpaged.v1.StartupProgress\x12#\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0b\x32\x12.jpaged.v1.Backend\x12\"\n\x07options\x18\x07 \x03(\x0b\x32\x11.jpaged.v1.Option\x12\x0c\n\x04role\x18\x08 \x01(\t\x12\x12\n\ncheckpoint\x18\t \x01(\t\"<\n\x0fStartupProgress\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\"m\n\x07\x42\x61\x63kend\x12\x10\n\x08platform\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_kind\x18\x02 \x01(\t\x12\x13\n\x0bnum_devices\x18\x03 \x01(\r\x12\x11\n\tattention\x18\x04 \x01(\t\x12\x13\n\x0bjax_version\x18\x05 \x01(\t\"5\n\x06Option\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xce\x04\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x17\n\x0fnum_query_heads\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x11\n\tmax_loras\x18\x0c \x01(\r\x12\x15\n\rmax_lora_rank\x18\r \x01(\r\x12\x18\n\x10tool_call_parser\x18\x1e \x01(\t\x12\x18\n\x10reasoning_parser\x18\x1f \x01(\t\x12\x14\n\x0cmax_logprobs\x18\x0e \x01(\x05\x12\x17\n\x0flossy_kv_window\x18\x0f \x01(\r\x12\x16\n\x0elossy_kv_sinks\x18\x10 \x01(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x11 \x01(\x0b\x32\x19.jpaged.v1.SamplingParams\x12\x0f\n\x07\x61liases\x18\x12 \x03(\t\x12 \n\x18state_bytes_per_sequence\x18\x13 \x01(\x04\x12\x16\n\x0eweight_version\x18\x14 \x01(\t\x12\x12\n\nmax_images\x18\x15 \x01(\r\x12\x18\n\x10max_image_pixels\x18\x16 \x01(\x04\"\x10\n\x0eGetLoadRequest\"\xe2\x06\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x05 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x06 \x01(\r\x12\x18\n\x10peak_blocks_used\x18\x07 \x01(\r\x12\x10\n\x08slot_use\x18\x08 \x01(\x01\x12\x11\n\tnum_steps\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x0b \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\x0c \x01(\x04\x12\"\n\x1anum_compiles_after_warm_up\x18\r \x01(\r\x12\x13\n\x0bnum_swapped\x18\x0e \x01(\r\x12\x19\n\x11num_blocks_cached\x18\x0f \x01(\r\x12\x1b\n\x13num_copies_on_write\x18\x10 \x01(\x04\x12\x1e\n\x16num_blocks_swapped_out\x18\x11 \x01(\x04\x12\x1d\n\x15num_blocks_swapped_in\x18\x12 \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1f\n\x17num_prefix_query_tokens\x18\x14 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x15 \x01(\x04\x12\x19\n\x11num_cascade_steps\x18\x16 \x01(\x04\x12\x1a\n\x12num_cascade_tokens\x18\x17 \x01(\x04\x12(\n\x08replicas\x18\x18 \x03(\x0b\x32\x16.jpaged.v1.ReplicaLoad\x12\x1e\n\x16num_nonfinite_requests\x18\x19 \x01(\x04\x12\x1b\n\x13num_host_hit_tokens\x18( \x01(\x04\x12\x1b\n\x13num_disk_hit_tokens\x18) \x01(\x04\x12\x17\n\x0fnum_disk_blocks\x18* \x01(\x04\x12\x17\n\x0f\x64isk_bytes_read\x18+ \x01(\x04\x12\x1a\n\x12\x64isk_bytes_written\x18, \x01(\x04\x12\x1f\n\x17num_disk_blocks_dropped\x18- \x01(\x04\"\x92\x02\n\x0bReplicaLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_free\x18\x04 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x05 \x01(\r\x12\x19\n\x11num_blocks_cached\x18\x06 \x01(\r\x12\x1f\n\x17num_prefix_query_tokens\x18\x07 \x01(\x04\x12\x1d\n\x15num_prefix_hit_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\t \x01(\x04\x12\x1d\n\x15num_generation_tokens\x18\n \x01(\x04\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x89\x01\n\x10PinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.jpaged.v1.TokenIdsH\x00\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\tB\x08\n\x06prefix\".\n\x11PinPrefixResponse\x12\x19\n\x11num_pinned_tokens\x18\x01 \x01(\r\"\"\n\x12UnpinPrefixRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13UnpinPrefixResponse\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"(\n\x13LoadAdapterResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"Z\n\x14UpdateWeightsRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12#\n\x04mode\x18\x02 \x01(\x0e\x32\x15.jpaged.v1.UpdateMode\x12\x0f\n\x07version\x18\x03 \x01(\t\"/\n\x15UpdateWeightsResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x15\n\x13ListAdaptersRequest\"<\n\x14ListAdaptersResponse\x12$\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x12.jpaged.v1.Adapter\"8\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04*\xae\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x12\x18\n\x14SERVER_STATE_STALLED\x10\x05*l\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x14\n\x10UPDATE_MODE_WAIT\x10\x02\x12\x15\n\x11UPDATE_MODE_ABORT\x10\x03\x32\x90\x06\n\x0e\x43ontrolService\x12R\n\rGetServerInfo\x12\x1f.jpaged.v1.GetServerInfoRequest\x1a .jpaged.v1.GetServerInfoResponse\x12O\n\x0cGetModelInfo\x12\x1e.jpaged.v1.GetModelInfoRequest\x1a\x1f.jpaged.v1.GetModelInfoResponse\x12@\n\x07GetLoad\x12\x19.jpaged.v1.GetLoadRequest\x1a\x1a.jpaged.v1.GetLoadResponse\x12:\n\x05\x41\x62ort\x12\x17.jpaged.v1.AbortRequest\x1a\x18.jpaged.v1.AbortResponse\x12\x46\n\tPinPrefix\x12\x1b.jpaged.v1.PinPrefixRequest\x1a\x1c.jpaged.v1.PinPrefixResponse\x12L\n\x0bUnpinPrefix\x12\x1d.jpaged.v1.UnpinPrefixRequest\x1a\x1e.jpaged.v1.UnpinPrefixResponse\x12L\n\x0bLoadAdapter\x12\x1d.jpaged.v1.LoadAdapterRequest\x1a\x1e.jpaged.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.jpaged.v1.UnloadAdapterRequest\x1a .jpaged.v1.UnloadAdapterResponse\x12R\n\rUpdateWeights\x12\x1f.jpaged.v1.UpdateWeightsRequest\x1a .jpaged.v1.UpdateWeightsResponse\x12O\n\x0cListAdapters\x12\x1e.jpaged.v1.ListAdaptersRequest\x1a\x1f.jpaged.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jpaged._proto.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=3134
-  _globals['_SERVERSTATE']._serialized_end=3308
-  _globals['_UPDATEMODE']._serialized_start=3310
-  _globals['_UPDATEMODE']._serialized_end=3418
+  _globals['_SERVERSTATE']._serialized_start=3180
+  _globals['_SERVERSTATE']._serialized_end=3354
+  _globals['_UPDATEMODE']._serialized_start=3356
+  _globals['_UPDATEMODE']._serialized_end=3464
   _globals['_GETSERVERINFOREQUEST']._serialized_start=98
   _globals['_GETSERVERINFOREQUEST']._serialized_end=120
   _globals['_GETSERVERINFORESPONSE']._serialized_start=123
@@ -50,43 +50,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=660
   _globals['_GETMODELINFOREQUEST']._serialized_end=681
   _globals['_GETMODELINFORESPONSE']._serialized_start=684
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1228
-  _globals['_GETLOADREQUEST']._serialized_start=1230
-  _globals['_GETLOADREQUEST']._serialized_end=1246
-  _globals['_GETLOADRESPONSE']._serialized_start=1249
-  _globals['_GETLOADRESPONSE']._serialized_end=2115
-  _globals['_REPLICALOAD']._serialized_start=2118
-  _globals['_REPLICALOAD']._serialized_end=2392
-  _globals['_ABORTREQUEST']._serialized_start=2394
-  _globals['_ABORTREQUEST']._serialized_end=2428
-  _globals['_ABORTRESPONSE']._serialized_start=2430
-  _globals['_ABORTRESPONSE']._serialized_end=2445
-  _globals['_PINPREFIXREQUEST']._serialized_start=2448
-  _globals['_PINPREFIXREQUEST']._serialized_end=2585
-  _globals['_PINPREFIXRESPONSE']._serialized_start=2587
-  _globals['_PINPREFIXRESPONSE']._serialized_end=2633
-  _globals['_UNPINPREFIXREQUEST']._serialized_start=2635
-  _globals['_UNPINPREFIXREQUEST']._serialized_end=2669
-  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2671
-  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2692
-  _globals['_LOADADAPTERREQUEST']._serialized_start=2694
-  _globals['_LOADADAPTERREQUEST']._serialized_end=2742
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=2744
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=2784
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2786
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2822
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2824
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2847
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2849
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2939
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2941
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2988
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=2990
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=3011
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=3013
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=3073
-  _globals['_ADAPTER']._serialized_start=3075
-  _globals['_ADAPTER']._serialized_end=3131
-  _globals['_CONTROLSERVICE']._serialized_start=3421
-  _globals['_CONTROLSERVICE']._serialized_end=4205
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1274
+  _globals['_GETLOADREQUEST']._serialized_start=1276
+  _globals['_GETLOADREQUEST']._serialized_end=1292
+  _globals['_GETLOADRESPONSE']._serialized_start=1295
+  _globals['_GETLOADRESPONSE']._serialized_end=2161
+  _globals['_REPLICALOAD']._serialized_start=2164
+  _globals['_REPLICALOAD']._serialized_end=2438
+  _globals['_ABORTREQUEST']._serialized_start=2440
+  _globals['_ABORTREQUEST']._serialized_end=2474
+  _globals['_ABORTRESPONSE']._serialized_start=2476
+  _globals['_ABORTRESPONSE']._serialized_end=2491
+  _globals['_PINPREFIXREQUEST']._serialized_start=2494
+  _globals['_PINPREFIXREQUEST']._serialized_end=2631
+  _globals['_PINPREFIXRESPONSE']._serialized_start=2633
+  _globals['_PINPREFIXRESPONSE']._serialized_end=2679
+  _globals['_UNPINPREFIXREQUEST']._serialized_start=2681
+  _globals['_UNPINPREFIXREQUEST']._serialized_end=2715
+  _globals['_UNPINPREFIXRESPONSE']._serialized_start=2717
+  _globals['_UNPINPREFIXRESPONSE']._serialized_end=2738
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2740
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2788
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2790
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2830
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2832
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2868
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2870
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2893
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2895
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2985
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2987
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=3034
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=3036
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=3057
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=3059
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=3119
+  _globals['_ADAPTER']._serialized_start=3121
+  _globals['_ADAPTER']._serialized_end=3177
+  _globals['_CONTROLSERVICE']._serialized_start=3467
+  _globals['_CONTROLSERVICE']._serialized_end=4251
 # @@protoc_insertion_point(module_scope)
