@@ -65,7 +65,7 @@ def read_embeds(given: GivenEmbeds, geometry: Geometry) -> NDArray[np.float32]:
         RequestTooLong: there are more tokens than a sequence has.
         Unsupported: the model was loaded without the option.
     """
-    if not geometry.embed_width:
+    if not geometry.embed_width or not geometry.has_prompt_embeds:
         option = "without --enable-prompt-embeds (enable_prompt_embeds=True of LLM)"
         raise Unsupported(f"{FIELD}: the model was loaded {option}")
     if not isinstance(given, str | bytes):

@@ -274,6 +274,7 @@ class Geometry:
         num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
         embed_width: width of input embeddings, which may replace tokens of a step (E); 0 without any.
+        has_prompt_embeds: requests may have input embeddings of their own; otherwise only images have some.
         embed_max: largest absolute value of these.
     """
 
@@ -299,6 +300,7 @@ class Geometry:
     num_draft_states: int = 0
     is_encoder: bool = False
     embed_width: int = 0
+    has_prompt_embeds: bool = True
     embed_max: float = 0.0
 
     @property
