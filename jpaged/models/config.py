@@ -298,6 +298,11 @@ class ModelConfig:
         return not all(kind.attention.is_causal for kind in self.layer_kinds)
 
     @property
+    def has_rope_axes(self) -> bool:
+        """True if rotary embedding has positions of time, row and column, which differ in images."""
+        return False
+
+    @property
     def embed_width(self) -> int:
         """Width of input embeddings that may replace tokens; 0 if layers need the tokens themselves."""
         return self.hidden_size

@@ -300,7 +300,7 @@ class ImageInputs:
             row = 0
             for start, stop in _runs(image.is_embed_t):
                 zeros = np.broadcast_to(np.float32(0), (stop - start, self._width))
-                spans.append(EmbeddedSpan(len(placed) + start, zeros, digest, row))
+                spans.append(EmbeddedSpan(len(placed) + start, zeros, digest, row, image.rope_grid))
                 row += stop - start
             placed += image.token_ids
         return placed, with_digests(spans, len(placed), self._block_size)

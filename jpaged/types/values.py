@@ -158,12 +158,15 @@ class EmbeddedSpan:
         values_te: float32 `[tokens, width]`, never written again.
         digest: of the image whose rows they are; empty for embeddings that a caller sends.
         first_row: row of the image at the first position.
+        rope_grid: rows and columns of an image whose positions in rotary embedding are those; None for positions of
+            text.
     """
 
     start: int
     values_te: NDArray[np.float32]
     digest: bytes = b""
     first_row: int = 0
+    rope_grid: tuple[int, int] | None = None
 
     @property
     def stop(self) -> int:
@@ -190,6 +193,31 @@ class PromptEmbeds:
             if begin < end:
                 yield begin, span.values_te[begin - span.start : end - span.start]
 
+    @property
+    def rope_shift(self) -> int:
+        """Positions by which rotary embedding is behind after all spans: an image advances it by its longer side."""
+        grids = (span.rope_grid for span in self.spans)
+        return sum(rows * columns - max(rows, columns) for rows, columns in filter(None, grids))
+
+    def rope_shifts(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Return what to subtract from positions `start` to `stop` for rotary embedding: `[3, tokens]`.
+
+        The three are for time, row and column, as in Qwen2-VL (Wang et al. 2024).
+        """
+        found, shift = np.zeros((3, stop - start), np.int32), 0
+        for span in self.spans:
+            if span.rope_grid is None:
+                continue
+            rows, columns = span.rope_grid
+            places = np.arange(rows * columns)
+            shifts = shift + places - np.stack([np.zeros_like(places), places // columns, places % columns])
+            shift += rows * columns - max(rows, columns)
+            begin, end = max(span.start, start), min(span.stop, stop)
+            if begin < end:
+                found[:, begin - start : end - start] = shifts[:, begin - span.start : end - span.start]
+            found[:, max(0, span.stop - start) :] = shift
+        return found
+
     def hide(self, token_ids: Sequence[int], hidden: int = -1) -> list[int]:
         """Return the tokens of a sequence with another id in place of the placeholders."""
         found = list(token_ids)
@@ -208,6 +236,7 @@ class PreparedImage:
         token_ids: tokens that take the place of the image's placeholder in a prompt.
         is_embed_t: the tokens among them whose input is a row of the encoder's output, in order.
         digest: of the patches; a key of caches.
+        rope_grid: as of `EmbeddedSpan`.
     """
 
     patches_pe: NDArray[np.float32]
@@ -215,6 +244,7 @@ class PreparedImage:
     token_ids: tuple[int, ...]
     is_embed_t: NDArray[np.bool_]
     digest: bytes
+    rope_grid: tuple[int, int] | None = None
 
 
 GivenEmbeds = NDArray[Any] | bytes | str

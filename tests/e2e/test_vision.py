@@ -20,7 +20,7 @@ from jpaged.models.model import Model
 from jpaged.models.tokens import InputEmbeds, TokenBatch
 from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.prompt_embeds import with_digests
-from jpaged.types import EmbeddedSpan, SamplingParams
+from jpaged.types import EmbeddedSpan, PromptEmbeds, SamplingParams
 from tests.e2e.rig import engine_of, open_llm
 from tests.models import dense
 from tests.models.vision import pictures, write_vision_checkpoint
@@ -57,7 +57,7 @@ class Expanded:
             places = np.flatnonzero(image.is_embed_t) + len(self.token_ids)
             starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
             for begin, rows_te in zip(places[starts], np.split(rows, starts[1:]), strict=True):
-                self.spans.append(EmbeddedSpan(int(begin), rows_te))
+                self.spans.append(EmbeddedSpan(int(begin), rows_te, rope_grid=image.rope_grid))
             self.token_ids += image.token_ids
 
 
@@ -90,10 +90,11 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
         given[span.start : span.stop], is_embed[span.start : span.stop] = span.values_te, True
     positions_t = jnp.arange(length, dtype=jnp.int32)
     embeds = InputEmbeds(jnp.asarray(is_embed), jnp.asarray(given))
+    axes_3t = positions_t - PromptEmbeds(tuple(prompt.spans), ()).rope_shifts(0, length)
 
     @jax.jit
     def logits(ids_t: jax.Array) -> jax.Array:
-        tokens = TokenBatch(ids_t, positions_t, jnp.full_like(positions_t, length), embeds=embeds)
+        tokens = TokenBatch(ids_t, positions_t, jnp.full_like(positions_t, length), embeds=embeds, rope_axes_3t=axes_3t)
         hidden_te, _ = model.run(params, tokens, dense.attend, (), "loop")
         return model.logits(params, hidden_te)
 
@@ -104,14 +105,17 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mistral3"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"max_num_batched_tokens": 64},
-        {"tensor_parallel_size": 2},
-        {"enable_prefix_caching": False},
+        ("mistral3", {}),
+        ("mistral3", {"max_num_batched_tokens": 64}),
+        ("mistral3", {"tensor_parallel_size": 2}),
+        ("mistral3", {"enable_prefix_caching": False}),
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"context_parallel_size": 2}),
+        ("qwen2_5_vl", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 16}),
+        ("qwen2_5_vl", {"num_scheduler_steps": 1, "overlap": False}),
     ],
     ids=str,
 )

@@ -57,6 +57,35 @@ CASES: Mapping[str, Mapping[str, object]] = {
         "text_config": MISTRAL_TEXT,
     },
 }
+QWEN_TEXT = {key: value for key, value in TEXT.items() if key != "head_dim"}
+CASES = {
+    **CASES,
+    "qwen2_5_vl": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "image_token_id": 10,
+        "video_token_id": 11,
+        "vision_start_token_id": 12,
+        "vision_end_token_id": 13,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 3,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_heads": 3,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+        **QWEN_TEXT,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
+}
+PREPROCESSORS = {"qwen2_5_vl": {"min_pixels": 512, "max_pixels": 1024}}
 VOCABULARY = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
 """Tokens that processors look up."""
 
@@ -65,6 +94,8 @@ def write_vision_checkpoint(name: str, folder: Path) -> ModelConfig:
     """A checkpoint of a case, with weights whose effect on the logits shows; returns its config."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CASES[name]), encoding="utf-8")
+    if name in PREPROCESSORS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]), encoding="utf-8")
     config = from_hf(CASES[name])
     rng = np.random.default_rng(zlib.crc32(name.encode()))
 

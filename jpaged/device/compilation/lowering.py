@@ -159,6 +159,7 @@ def _sized_step(
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
         embed_width=(embed_width := _embed_width(config, options)),
+        has_rope_shifts=bool(embed_width) and config.has_rope_axes,
         has_prompt_embeds=options.model.enable_prompt_embeds or not embed_width,
         embed_max=_largest_number(model.dtype) if embed_width else 0.0,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),

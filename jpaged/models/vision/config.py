@@ -102,10 +102,48 @@ def _get_norm_eps(text: ModelConfig) -> float:
     return eps
 
 
+def _read_qwen(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> VisionConfig:
+    """Read the encoder of Qwen2.5-VL, whose layers attend inside windows, except some."""
+    fields.only("model_type", "qwen2_5_vl", "qwen2_5_vl_vision", why="the supported encoder is that of Qwen2.5-VL")
+    fields.ignore(("tokens_per_second", "spatial_patch_size", "image_size"))  # of videos, and a repetition
+    num_layers = fields.integer("depth", 32, maximum=MAX_LAYERS)
+    full_layers = fields.value("fullatt_block_indexes", [7, 15, 23, 31])
+    if not isinstance(full_layers, list) or not all(type(layer) is int for layer in full_layers):
+        raise fields.bad("fullatt_block_indexes", f"is {str(full_layers)[:80]}; it must be a list of layers")
+    fields.only("out_hidden_size", text.hidden_size, why=f"the language model has {text.hidden_size}")
+    fields.only("in_chans", 3, why="images have 3 channels")
+    rope = JsonFields(fields.mapping("rope_parameters"), f"{fields.name} rope_parameters")
+    rope.only("rope_type", "axial", "default", why="only rotary positions of rows and columns are supported")
+    theta = rope.number("rope_theta", 1e4)
+    rope.finish()
+    return VisionConfig(
+        kind="qwen2_5_vl",
+        hidden_size=fields.integer("hidden_size", 1280, maximum=MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 3420, maximum=MAX_WIDTH),
+        num_layers=num_layers,
+        num_heads=fields.integer("num_heads", 16),
+        num_channels=fields.integer("in_channels", 3, minimum=3, maximum=3),
+        patch_size=fields.integer("patch_size", 14),
+        temporal_size=fields.integer("temporal_patch_size", 2),
+        image_size=0,
+        merge_size=fields.integer("spatial_merge_size", 2),
+        out_size=text.hidden_size,
+        activation=read_activation(fields, "hidden_act", "silu"),
+        norm_eps=1e-6,
+        rope_theta=theta,
+        window_size=fields.integer("window_size", 112),
+        full_layers=tuple(full_layers),
+        image_token_id=_read_image_token(whole, 151655, text),
+        projector_eps=1e-6,
+        projector_bias=True,
+    )
+
+
 _Reader = Callable[[JsonFields, JsonFields, ModelConfig], VisionConfig]
 _READERS: Mapping[str, _Reader] = {
     "Mistral3ForConditionalGeneration": _read_pixtral,
     "LlavaForConditionalGeneration": _read_pixtral,
+    "Qwen2_5_VLForConditionalGeneration": _read_qwen,
 }
 
 
@@ -128,7 +166,7 @@ def vision_leaves(config: VisionConfig, stored: Collection[str] = ()) -> VisionL
     Raises:
         InvalidArgument: the checkpoint has no encoder.
     """
-    leaves = {"pixtral": _pixtral_leaves}[config.kind](config)
+    leaves = _LEAVES[config.kind](config)
     ((first, _),) = leaves.outer[0].tensors
     if not stored or first in stored:
         return leaves
@@ -174,6 +212,37 @@ def _pixtral_layer(config: VisionConfig, prefix: str) -> list[Leaf]:
         *_linear("up", f"{feed_forward}up_proj", width, between, has_bias=False),
         *_linear("down", f"{feed_forward}down_proj", between, width, has_bias=False),
     ]
+
+
+def _qwen_leaves(config: VisionConfig) -> VisionLeaves:
+    width, between, tower = config.hidden_size, config.intermediate_size, "visual."
+    merged = config.num_merged * width
+    outer = [
+        _patch_kernel(config, f"{tower}patch_embed.proj"),
+        _vector(("merge_norm", "scale"), f"{tower}merger.ln_q.weight", width),
+        *_linear("linear_1", f"{tower}merger.mlp.0", merged, merged, has_bias=True),
+        *_linear("linear_2", f"{tower}merger.mlp.2", merged, config.out_size, has_bias=True),
+    ]
+    layers = []
+    for prefix in (f"{tower}blocks.{i}." for i in range(config.num_layers)):
+        layers.append(
+            [
+                _vector(("attention_norm", "scale"), f"{prefix}norm1.weight", width),
+                *_projections([f"{prefix}attn.qkv"], width, has_bias=True),
+                *_linear("out", f"{prefix}attn.proj", width, width, has_bias=True),
+                _vector(("mlp_norm", "scale"), f"{prefix}norm2.weight", width),
+                *_linear("gate", f"{prefix}mlp.gate_proj", width, between, has_bias=True),
+                *_linear("up", f"{prefix}mlp.up_proj", width, between, has_bias=True),
+                *_linear("down", f"{prefix}mlp.down_proj", between, width, has_bias=True),
+            ]
+        )
+    return VisionLeaves(outer, layers)
+
+
+_LEAVES: Mapping[str, Callable[[VisionConfig], VisionLeaves]] = {
+    "pixtral": _pixtral_leaves,
+    "qwen2_5_vl": _qwen_leaves,
+}
 
 
 def _vector(path: tuple[str, ...], name: str, width: int) -> Leaf:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,9 @@ from jpaged.types import PreparedImage
 FIELD = "image"
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _BILINEAR, _BICUBIC = 2, 3
+_MAX_RATIO = 200
+_WITH_ROPE_GRID = ("qwen2_5_vl",)
+"""Encoders of models whose rotary positions in an image are rows and columns."""
 _NAMES = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "input_data_format"),
     *("device", "return_tensors", "disable_grouping", "default_to_square", "do_pad", "pad_size", "crop_size"),
@@ -132,7 +135,8 @@ class PatchProcessor(abc.ABC):
         digest = hashlib.sha256(b"jpaged/image/1\0" + np.array(grid, "<i8").tobytes())
         digest.update(patches_pe.tobytes())
         is_embed_t = np.array(token_ids) == config.image_token_id
-        return PreparedImage(patches_pe, grid, tuple(token_ids), is_embed_t, digest.digest())
+        rope_grid = (grid[0] // merge, grid[1] // merge) if self._config.kind in _WITH_ROPE_GRID else None
+        return PreparedImage(patches_pe, grid, tuple(token_ids), is_embed_t, digest.digest(), rope_grid)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of patches of an image."""
@@ -203,6 +207,62 @@ class PixtralProcessor(PatchProcessor):
         return [*tokens[:-1], self._end_id]
 
 
+class QwenProcessor(PatchProcessor):
+    """Image processor of Qwen2.5-VL: the aspect ratio stays, within limits of pixels in all.
+
+    Args:
+        pixels: minimum and maximum number of pixels after the resize.
+    """
+
+    def __init__(self, config: VisionConfig, scale: PixelScale, pixels: tuple[int, int]) -> None:
+        super().__init__(config, scale, pixels[1] // config.patch_size**2)
+        self._step = config.patch_size * config.merge_size
+        self._pixels = pixels
+
+    @classmethod
+    def read(
+        cls, config: VisionConfig, fields: JsonFields, processor: JsonFields, vocabulary: Mapping[str, int]
+    ) -> QwenProcessor:
+        """Read the files of a checkpoint; see `read_processor`."""
+        scale = PixelScale.read(fields, _BICUBIC)
+        for key, value in (
+            ("patch_size", config.patch_size),
+            ("temporal_patch_size", config.temporal_size),
+            ("merge_size", config.merge_size),
+        ):
+            fields.only(key, value, why=f"the encoder has {value}")
+        size = JsonFields(fields.mapping("size"), f"{fields.name} size")
+        limits = {"shortest_edge": ("min_pixels", 56 * 56), "longest_edge": ("max_pixels", 28 * 28 * 1280)}
+        pixels = [fields.integer(key, size.integer(edge, default)) for edge, (key, default) in limits.items()]
+        return cls(config, scale, (pixels[0], pixels[1]))
+
+    def _fit(self, height: int, width: int) -> tuple[int, int]:
+        step, (least, most) = self._step, self._pixels
+        if max(height, width) > _MAX_RATIO * min(height, width):
+            problem = f"has {width} x {height} pixels; the limit of the longer side is {_MAX_RATIO} times the shorter"
+            raise InvalidArgument(FIELD, problem)
+        sizes = round(height / step) * step, round(width / step) * step
+        if sizes[0] * sizes[1] > most:
+            ratio = math.sqrt(height * width / most)
+            return (
+                max(step, math.floor(height / ratio / step) * step),
+                max(step, math.floor(width / ratio / step) * step),
+            )
+        if sizes[0] * sizes[1] < least:
+            ratio = math.sqrt(least / (height * width))
+            return math.ceil(height * ratio / step) * step, math.ceil(width * ratio / step) * step
+        return sizes
+
+    def _tokens(self, rows: int, columns: int) -> list[int]:
+        return [self._config.image_token_id] * (rows * columns)
+
+
+_READERS: Mapping[str, Callable[[VisionConfig, JsonFields, JsonFields, Mapping[str, int]], PatchProcessor]] = {
+    "pixtral": PixtralProcessor.read,
+    "qwen2_5_vl": QwenProcessor.read,
+}
+
+
 def read_processor(
     config: VisionConfig,
     files: Sequence[Mapping[str, object]],
@@ -224,6 +284,6 @@ def read_processor(
         image_fields = nested
     fields = JsonFields(image_fields, "preprocessor_config.json")
     processor = JsonFields(processor_fields, "processor_config.json")
-    found = {"pixtral": PixtralProcessor.read}[config.kind](config, fields, processor, vocabulary)
+    found = _READERS[config.kind](config, fields, processor, vocabulary)
     fields.finish()
     return found

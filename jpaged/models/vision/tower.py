@@ -145,7 +145,8 @@ def _cos_sin(positions_p2: jax.Array, config: VisionConfig) -> tuple[jax.Array, 
     head_dim = config.hidden_size // config.num_heads
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (1.0 / np.power(config.rope_theta, exponents.astype(np.float64))).astype(np.float32)
-    of_rows, of_columns = frequencies[0::2], frequencies[1::2]
+    of_rows = frequencies[0::2]
+    of_columns = frequencies[1::2] if config.kind == "pixtral" else of_rows
     positions = positions_p2.astype(jnp.float32)
     angles_pd = jnp.concatenate([positions[:, :1] * of_rows, positions[:, 1:] * of_columns], axis=1)
     return jnp.cos(angles_pd), jnp.sin(angles_pd)
