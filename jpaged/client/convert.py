@@ -421,7 +421,7 @@ def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         token_ids=tuple(message.token_ids),
         logprobs=tuple(_parse_position(position) for position in message.logprobs),
         prompt_logprobs=tuple(_parse_position(position) for position in message.prompt_logprobs),
-        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
+        usage=_build_usage(message),
         finish=_parse_finish(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -765,5 +765,6 @@ def _parse_vectors(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[flo
     return Evaluated([tuple(one.values) for one in response.embeddings], _build_usage(response))
 
 
-def _build_usage(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
-    return Usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)
+def _build_usage(response: Any) -> Usage:
+    usage = response.usage
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.image_tokens)

@@ -563,6 +563,7 @@ def _build_usage(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        image_tokens=usage.image_tokens,
     )
 
 

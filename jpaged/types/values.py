@@ -181,10 +181,12 @@ class PromptEmbeds:
     Attributes:
         spans: in order, without overlaps.
         block_digests: digests of the embeddings in each block of the prompt; empty for a block that has none.
+        num_image_tokens: tokens of images, with those between their rows.
     """
 
     spans: tuple[EmbeddedSpan, ...]
     block_digests: tuple[bytes, ...]
+    num_image_tokens: int = 0
 
     def iter_rows(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the embeddings from position `start` to `stop`, each part with its first position."""
@@ -609,11 +611,12 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
 # Only this package may write their fields all the same, like those of every class (tests/arch).
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one request so far; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one request so far; of the prompt, `cached_tokens` came from the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
