@@ -21,6 +21,7 @@ from jpaged.config.engine_options import (
     CacheOptions,
     LoraOptions,
     LossyOptions,
+    MediaOptions,
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
@@ -96,6 +97,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = declare_section(SchedulerOptions, "Scheduling, batching and preemption.")
     parallel: ParallelOptions = declare_section(ParallelOptions, "Parallelism over devices and processes.")
     lora: LoraOptions = declare_section(LoraOptions, "LoRA adapters.")
+    media: MediaOptions = declare_section(MediaOptions, "Images of requests.")
     startup: StartupOptions = declare_section(StartupOptions, "Compilation before the first request.")
     server: ServerOptions = declare_section(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
     http: HttpOptions = declare_section(HttpOptions, "OpenAI-compatible HTTP API.")
@@ -168,6 +170,7 @@ class EngineConfig:
         self._check_eplb()
         self._check_routed_experts()
         self.lora.check()
+        self.media.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
