@@ -403,8 +403,11 @@ def _content(where: str, role: str, message: Mapping[str, Any]) -> str | list[di
     return text_of_parts(f"{where}.content", content)
 
 
-def read_parts(where: str, role: str, content: Sequence[Any]) -> str | list[dict[str, Any]]:
+def read_parts(where: str, role: str, content: Sequence[Any], *, start: int = 0) -> str | list[dict[str, Any]]:
     """Return a list of parts as one text, or as parts of text and images if it has images.
+
+    Args:
+        start: index of the first part, for errors.
 
     Raises:
         InvalidArgument: a part is neither, or an assistant's message has an image.
@@ -413,7 +416,7 @@ def read_parts(where: str, role: str, content: Sequence[Any]) -> str | list[dict
     if not any(isinstance(kind, str) and kind in IMAGE_PARTS for kind in kinds):
         return text_of_parts(where, content)
     parts = list[dict[str, Any]]()
-    for i, (kind, part) in enumerate(zip(kinds, content, strict=True)):
+    for i, (kind, part) in enumerate(zip(kinds, content, strict=True), start):
         if kind not in IMAGE_PARTS:
             parts.append({"type": "text", "text": _text_part(f"{where}[{i}]", part)})
         elif role == "assistant":
@@ -433,6 +436,8 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any]) -> GivenImage:
         problem = "is missing" if not given else f"is given together with {', '.join(sorted(given)[1:])}"
         raise InvalidArgument(f"{where}.{min(given, default=names[0])}", problem)
     ((name, source),) = given.items()
+    if isinstance(source, GivenImage):
+        return source
     field = f"{where}.{name}"
     if isinstance(source, _OBJECT):
         others = source.keys() - _IMAGE_NOTES - {"url"}
@@ -450,6 +455,25 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any]) -> GivenImage:
     return GivenImage(field, source)
 
 
+def read_source_image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an image block of Anthropic's API, whose source is base64 or a URL.
+
+    Raises:
+        InvalidArgument: the source is another one; names the field.
+    """
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, _OBJECT) else None
+    if not isinstance(source, _OBJECT) or kind not in ("base64", "url"):
+        problem = f"{str(kind)[:_MAX_SHOWN]!r} is not supported: only base64 and url are"
+        raise InvalidArgument(f"{where}.source.type", problem)
+    name = "url" if kind == "url" else "data"
+    given = _text(f"{where}.source.{name}", source.get(name))
+    return {
+        "type": "image",
+        "image": GivenImage(f"{where}.source.{name}", given if kind == "url" else f"data:;base64,{given}"),
+    }
+
+
 def images_in(messages: Iterable[Mapping[str, Any]]) -> list[GivenImage]:
     """Return the images of messages as `read_message` returns them, in order."""
     contents = (message["content"] for message in messages if type(message["content"]) is list)
@@ -461,6 +485,18 @@ def text_in(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.get("text", "") for part in content)
+
+
+def join_contents(contents: Sequence[str | Sequence[Mapping[str, Any]]], separator: str = "") -> Any:
+    """Return contents of messages as one: a text, or a list of parts if one of them is a list."""
+    if all(isinstance(one, str) for one in contents):
+        return separator.join(one for one in contents if isinstance(one, str))
+    parts = list[Mapping[str, Any]]()
+    for i, one in enumerate(contents):
+        text = (separator if i else "") + (one if isinstance(one, str) else "")
+        parts += [{"type": "text", "text": text}] if text else []
+        parts += () if isinstance(one, str) else one
+    return parts
 
 
 def text_of_parts(where: str, content: Any) -> str:

@@ -27,13 +27,18 @@ from jpaged.chat import GivenImage
 from jpaged.config import MediaOptions
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.server_load import ImageLoad
 from jpaged.service.image_sources import ImageSources, read_base64
 from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
 from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
 
 DEFAULT_MAX_IMAGES = 64
+IMAGES_REQUEST_MIB = 16.0
+"""Default of max_request_size with a model that reads images, for HTTP: photos of 12 MB in base64."""
 _NUM_THREADS = 4
+_JPEG = "/9j/"
+"""Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
 
@@ -67,27 +72,6 @@ class ImageLimits:
     max_images: int
     max_pixels: int = MAX_PIXELS
     max_file_bytes: int = MAX_FILE_BYTES
-
-
-@dataclass(slots=True)
-class ImageStats:
-    """Counters of images.
-
-    Attributes:
-        num_images: images that requests had.
-        num_tokens: tokens of the prompts that they took.
-        num_queries, num_hits: lookups in the cache of encoded images, and those that found one.
-        num_encoded: images that the encoder encoded, in `num_calls` calls.
-        cached_bytes: bytes of the cache now.
-    """
-
-    num_images: int = 0
-    num_tokens: int = 0
-    num_queries: int = 0
-    num_hits: int = 0
-    num_encoded: int = 0
-    num_calls: int = 0
-    cached_bytes: int = 0
 
 
 class EncoderCache:
@@ -191,7 +175,7 @@ class ImageInputs:
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._in_flight: dict[tuple[str, bytes], Future[_Rows]] = {}
         self._cache = EncoderCache(cache_bytes)
-        self._stats = ImageStats()
+        self._load = ImageLoad()
 
     @classmethod
     def from_options(
@@ -214,10 +198,10 @@ class ImageInputs:
             weight_version=weight_version,
         )
 
-    def stats(self) -> ImageStats:
+    def load(self) -> ImageLoad:
         """Return a snapshot of the counters."""
         with self._lock:
-            return dataclasses.replace(self._stats, cached_bytes=self._cache.num_bytes)
+            return dataclasses.replace(self._load, cached_bytes=self._cache.num_bytes)
 
     def start_reading(self, images: Sequence[GivenImage]) -> list[Future[PreparedImage]]:
         """Start to read and prepare the images of a request, each on a thread.
@@ -262,7 +246,7 @@ class ImageInputs:
                 budget.take(field, self._processor.count_tokens(width, height), f"{width} x {height}")
 
         if isinstance(source, str):
-            is_url = ":" in source[:16] or source.startswith("/")
+            is_url = ":" in source[:16] or (source.startswith("/") and not source.startswith(_JPEG))
             source = self._sources.read(field, source) if is_url else read_base64(field, source)
         if isinstance(source, bytes | bytearray | memoryview):
             pixels_hwc = self._decoder.decode(field, bytes(source), check_size)
@@ -304,7 +288,9 @@ class ImageInputs:
                 row += stop - start
             placed += image.token_ids[1:]
             end = len(placed)
-        return placed, with_digests(spans, len(placed), self._block_size)
+        embeds = with_digests(spans, len(placed), self._block_size)
+        num_tokens = sum(len(image.token_ids) for image in images)
+        return placed, dataclasses.replace(embeds, num_image_tokens=num_tokens)
 
     def _append(self, placed: list[int], token_id: int, *, is_edge: bool) -> None:
         """Append a token, or join it with the last one at an image's edge, as the tokenizer would."""
@@ -321,16 +307,13 @@ class ImageInputs:
             tenant, salt: only requests with the same two share encoded images.
         """
         owner, version = f"{tenant}\0{salt}", self._weight_version().encode()
-        found = list[Future[_Rows]]()
+        found, num_hits = list[Future[_Rows]](), 0
         with self._lock:
             for image in images:
                 key = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest + version).digest()
-                self._stats.num_queries += 1
-                self._stats.num_images += 1
-                self._stats.num_tokens += len(image.token_ids)
                 done = self._in_flight.get((owner, key))
                 rows = None if done is not None else self._cache.find(owner, key)
-                self._stats.num_hits += done is not None or rows is not None
+                num_hits += done is not None or rows is not None
                 if done is None:
                     done = Future()
                     done.set_running_or_notify_cancel()  # others may wait for it, too
@@ -341,7 +324,14 @@ class ImageInputs:
                         self._waiting.setdefault(owner, deque()).append(_Waiting(image, key, done))
                         self._encoding.submit(self._encode_waiting)
                 found.append(done)
+            num_tokens = sum(len(image.token_ids) for image in images)
+            self._count(num_queries=len(images), num_hits=num_hits, num_tokens=num_tokens)
         return found
+
+    def _count(self, **counts: int) -> None:
+        """Add to counters, with the lock held."""
+        added = {name: getattr(self._load, name) + count for name, count in counts.items()}
+        self._load = dataclasses.replace(self._load, **added)
 
     def _encode_waiting(self) -> None:
         """Encode as many of the waiting images as one call takes, if another call has not taken them."""
@@ -361,8 +351,7 @@ class ImageInputs:
                 waiting.done.set_exception(error)
             return
         with self._lock:
-            self._stats.num_encoded += len(batch)
-            self._stats.num_calls += 1
+            self._count(num_encoded=len(batch), num_calls=1)
             for (owner, waiting), rows in zip(batch, encoded, strict=True):
                 rows.setflags(write=False)
                 self._cache.add(owner, waiting.key, rows)

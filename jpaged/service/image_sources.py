@@ -153,21 +153,15 @@ class ImageSources:
             target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
             headers = {"Host": parts.netloc, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "jpaged"}
             connection.request("GET", target if target.startswith("/") else f"/{target}", headers=headers)
-            response = connection.getresponse()
-            if response.status in _REDIRECTS and (location := response.getheader("Location")):
-                return b"", location
-            if response.status != 200:
-                raise InvalidArgument(field, f"{url[:_SHOWN_CHARS]!r} is answered with status {response.status}")
-            if (length := response.length) is not None and length > MAX_FILE_BYTES:
-                _refuse_size(field, length)
-            content = bytearray()
-            while part := response.read(_READ_BYTES):
-                content += part
-                if len(content) > MAX_FILE_BYTES:
-                    _refuse_size(field, len(content))
-            if response.length:
-                raise http.client.IncompleteRead(bytes(content[:0]), response.length)
-            return bytes(content), None
+            with connection.getresponse() as response:
+                if response.status in _REDIRECTS and (location := response.getheader("Location")):
+                    return b"", location
+                if response.status != 200:
+                    raise InvalidArgument(field, f"{url[:_SHOWN_CHARS]!r} is answered with status {response.status}")
+                content = _read_body(field, response)
+            if time.monotonic() >= end_s:  # the connection was shut down: the content may be a part
+                raise TimeoutError
+            return content, None
 
     def _check_url(self, field: str, url: str) -> tuple[SplitResult, str, int]:
         """Return the parts of a URL, its host and port; raise InvalidArgument unless it is allowed."""
@@ -191,6 +185,20 @@ class ImageSources:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
+
+
+def _read_body(field: str, response: http.client.HTTPResponse) -> bytes:
+    """Return the body of a response; raise InvalidArgument if it is too large."""
+    if response.length is not None and response.length > MAX_FILE_BYTES:
+        _refuse_size(field, response.length)
+    content = bytearray()
+    while part := response.read(_READ_BYTES):
+        content += part
+        if len(content) > MAX_FILE_BYTES:
+            _refuse_size(field, len(content))
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return bytes(content)
 
 
 class _OpenFile:
@@ -232,6 +240,12 @@ class _CheckedConnection(http.client.HTTPConnection):
         self._end_s = end_s
         self._tls = context
         self.opened: socket.socket | None = None
+
+    def close(self) -> None:
+        """Close the connection, also if a response has taken its socket over."""
+        super().close()
+        if self.opened is not None:
+            self.opened.close()
 
     def connect(self) -> None:
         """Connect to the first address that accepts."""

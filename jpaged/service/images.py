@@ -27,14 +27,13 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.chat import GivenImage
 from jpaged.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
@@ -211,26 +210,6 @@ def read_pixels(field: str, given: Any) -> NDArray[np.uint8]:
     check_pixels(field, pixels.shape[1], pixels.shape[0])
     rgb = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[..., :3]
     return np.array(rgb, order="C")  # a copy: the caller may change its array
-
-
-def parse_images(given: Any) -> tuple[GivenImage, ...]:
-    """Return the images of `multi_modal_data`: one, or a list; none for None.
-
-    Raises:
-        InvalidArgument: it has other kinds of data.
-    """
-    name, given = "multi_modal_data", {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
-    for key, value in given.items():
-        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
-            raise InvalidArgument(f"{name}.{str(key)[:_SHOWN_CHARS]}", "is not supported: only image is")
-    field, images = f"{name}.image", given.get("image")
-    if images is None:
-        return ()
-    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
-        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
-    return (GivenImage(field, images),)
 
 
 def decode_file(content: bytes, check_size: Callable[[int, int], bool]) -> NDArray[np.uint8] | None:

@@ -120,6 +120,7 @@ class ModelInfo:
         aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
         weight_version: version of the weights; "0" until the first update.
+        max_images: maximum number of images in a request; 0 if the model reads only text, and so is max_image_pixels.
     """
 
     name: str
@@ -144,6 +145,8 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
     weight_version: str = "0"
+    max_images: int = 0
+    max_image_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,10 +181,12 @@ class PromptEmbeds:
     Attributes:
         spans: in order, without overlaps.
         block_digests: digests of the embeddings in each block of the prompt; empty for a block that has none.
+        num_image_tokens: tokens of images, with those between their rows.
     """
 
     spans: tuple[EmbeddedSpan, ...]
     block_digests: tuple[bytes, ...]
+    num_image_tokens: int = 0
 
     def iter_rows(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the embeddings from position `start` to `stop`, each part with its first position."""
@@ -258,6 +263,13 @@ class EmbedsInput(TypedDict):
     prompt_embeds: Any
 
 
+class ImagesInput(TypedDict):
+    """A prompt as text with placeholders, and its images: `{"image": image}` or `{"image": [image, ...]}`."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
+
+
 EMBED_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Types of input embeddings, and the bytes of a number."""
 
@@ -283,6 +295,26 @@ def to_host_array(embeds: Any) -> NDArray[Any]:
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # ragged lists, and sparse tensors
         raise InvalidArgument("prompt_embeds", f"is no dense array of numbers: {str(error)[:200]}") from error
+
+
+def parse_images(given: Any) -> tuple[GivenImage, ...]:
+    """Return the images of `multi_modal_data`: one, or a list; none for None.
+
+    Raises:
+        InvalidArgument: it has other kinds of data.
+    """
+    name, given = "multi_modal_data", {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
+    for key, value in given.items():
+        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
+            raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
+    field, images = f"{name}.image", given.get("image")
+    if images is None:
+        return ()
+    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
+        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
+    return (GivenImage(field, images),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,11 +616,12 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
 # Only this package may write their fields all the same, like those of every class (tests/arch).
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one request so far; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one request so far; of the prompt, `cached_tokens` came from the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -648,6 +681,7 @@ class SequenceDelta:
         tool_calls: chats: parts of calls, in order; not part of `text`.
         weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order; then,
             with 0 tokens, others that sampled beams or `best_of` sequences that it was ranked with.
+        routed_experts: a part of those of `CompletionOutput`, in order; the last one comes with `finish`.
     """
 
     request_id: str
@@ -665,6 +699,7 @@ class SequenceDelta:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -672,6 +707,12 @@ class OutputEvent(SequenceDelta):
     """Delta of one engine step. `error` is set only on the last event, if the request failed."""
 
     error: Exception | None = None
+
+
+def join_experts(parts: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """Return `routed_experts` of all parts in order; None without any."""
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if len(found) > 1 else next(iter(found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -690,6 +731,10 @@ class CompletionOutput:
         weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
             while the request was kept. Versions of other beams, or samples of `best_of`, that it was ranked with have 0
             tokens. Empty while a stream continues, and from servers that do not report them.
+        routed_experts: `[tokens, layers, top_k]`: the experts of each token of prompt and output, the best first, in
+            unsigned integers; 0 in layers without experts. The last token has none, because it was not computed, and
+            the first `routed_experts_prompt_start` ones are left out. None unless the engine returns them, while a
+            stream continues, and if no token was computed.
     """
 
     index: int
@@ -703,6 +748,7 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     lora_request: LoRARequest | None = None
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     @property
     def weight_version(self) -> str:

@@ -143,6 +143,8 @@ def make_serving(
     if vision is not None:
         images = ImageInputs.from_options(vision, vision, config.media, executor.geometry)
         input_processor.set_images(images)
+        limits = images.limits
+        model = replace(model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
     return LoadedModel(
         engine,
         input_processor,
