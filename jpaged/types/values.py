@@ -206,25 +206,6 @@ class PromptEmbeds:
         grids = (span.rope_grid for span in self.spans)
         return sum(rows * columns - max(rows, columns) for rows, columns in filter(None, grids))
 
-    def rope_shifts(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Return what to subtract from positions `start` to `stop` for rotary embedding: `[3, tokens]`.
-
-        The three are for time, row and column, as in Qwen2-VL (Wang et al. 2024).
-        """
-        found, shift = np.zeros((3, stop - start), np.int32), 0
-        for span in self.spans:
-            if span.rope_grid is None:
-                continue
-            rows, columns = span.rope_grid
-            places = np.arange(rows * columns)
-            shifts = shift + places - np.stack([np.zeros_like(places), places // columns, places % columns])
-            shift += rows * columns - max(rows, columns)
-            begin, end = max(span.start, start), min(span.stop, stop)
-            if begin < end:
-                found[:, begin - start : end - start] = shifts[:, begin - span.start : end - span.start]
-            found[:, max(0, span.stop - start) :] = shift
-        return found
-
     def hide(self, token_ids: Sequence[int], hidden: int = -1) -> list[int]:
         """Return the tokens of a sequence with another id in place of the placeholders."""
         found = list(token_ids)

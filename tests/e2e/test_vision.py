@@ -15,6 +15,7 @@ import pytest
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
+from jpaged.engine.scheduler.output import rope_shifts
 from jpaged.errors import Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.model import Model
@@ -94,7 +95,7 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
     numbers_t = jnp.where(is_embed, np.cumsum(np.diff(is_embed, prepend=False)), -1)
     assert model.config.vision is not None
     attend = functools.partial(dense.attend, images_t=numbers_t if model.config.vision.is_bidirectional else None)
-    axes_3t = positions_t - PromptEmbeds(tuple(prompt.spans), ()).rope_shifts(0, length)
+    axes_3t = positions_t - rope_shifts(PromptEmbeds(tuple(prompt.spans), ()), 0, length)
 
     @jax.jit
     def logits(ids_t: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import pytest
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params, load_vision
 from jpaged.device.vision import JaxVisionEncoder
+from jpaged.engine.scheduler.output import rope_shifts
 from jpaged.models.config import VisionConfig
 from jpaged.models.model import Model
 from jpaged.models.tokens import InputEmbeds, TokenBatch
@@ -119,7 +120,7 @@ def test_logits_equal_those_of_transformers(name: str, num_images: int, tmp_path
             EmbeddedSpan(int(start), values, rope_grid=image.rope_grid)
             for start, values, image in zip(starts, rows, prepared, strict=True)
         ]
-        shifts_3t = PromptEmbeds(tuple(spans), ()).rope_shifts(0, len(token_ids))
+        shifts_3t = rope_shifts(PromptEmbeds(tuple(spans), ()), 0, len(token_ids))
     tokens = TokenBatch(
         jnp.asarray(token_ids),
         positions_t,

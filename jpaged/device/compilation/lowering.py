@@ -29,6 +29,7 @@ from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_optio
 from jpaged.device.compilation.executable_cache import ExecutableCache
 from jpaged.device.compilation.memory_plan import (
     GRAPH_NODE_BYTES,
+    EncoderBytes,
     PoolRequest,
     ProgramMemory,
     ProgramReport,
@@ -323,6 +324,15 @@ def takes_images(config: ModelConfig, options: EngineConfig, sizes: StepSizes | 
     if is_split or options.model.enable_prompt_embeds:
         return False
     return sizes is None or vision.num_tokens <= sizes.max_num_batched_tokens - sizes.max_num_seqs
+
+
+def get_encoder_bytes(model: Model, options: EngineConfig) -> EncoderBytes:
+    """Return the memory of a model's vision encoder; zero if images are refused."""
+    if model.config.vision is None or not takes_images(model.config, options):
+        return EncoderBytes(0, 0)
+    from jpaged.device.vision import encoder_bytes  # only of models that have one
+
+    return encoder_bytes(model.config.vision, model.dtype)
 
 
 def _without_refused(model: Model, options: EngineConfig, sizes: StepSizes) -> Model:

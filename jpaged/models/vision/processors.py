@@ -20,6 +20,7 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.types import PreparedImage
 
 FIELD = "image"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _BILINEAR, _BICUBIC = 2, 3
 _MAX_RATIO = 200
