@@ -70,7 +70,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft demo-captioner test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ demo-model: $(STAMP) ## train the embedded model again
 
 demo-draft: $(STAMP) ## train the embedded draft model again
 	@$(BIN)/python -m benchmarks.demo_model.distil $(ARGS)
+
+demo-captioner: $(STAMP) ## train the embedded captioner of pictures again
+	@$(BIN)/python -m benchmarks.captioner.train $(ARGS)
 
 test: $(STAMP) ## the quick tests
 	@$(BIN)/python -m pytest -q -m '$(QUICK)' -n $(JOBS) --dist worksteal $(ARGS)
