@@ -304,12 +304,10 @@ def parse_images(given: Any) -> tuple[GivenImage, ...]:
     for key, value in given.items():
         if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
             raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
-    field, images = f"{name}.image", given.get("image")
-    if images is None:
-        return ()
+    images = given.get("image", ())
     if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
-        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
-    return (GivenImage(field, images),)
+        return tuple(GivenImage(f"{name}.image[{i}]", one) for i, one in enumerate(images))
+    return () if images is None else (GivenImage(f"{name}.image", images),)
 
 
 @dataclass(frozen=True, slots=True)
