@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,14 @@ from jpaged.chat import GivenImage
 from jpaged.config import MediaOptions
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.server_load import ImageLoad
 from jpaged.service.image_sources import ImageSources, read_base64
 from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
 from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
+
+if TYPE_CHECKING:
+    from jpaged.service.loaded_model import ImageProcessor, VisionEncoder
 
 DEFAULT_MAX_IMAGES = 64
 IMAGES_REQUEST_MIB = 16.0
@@ -42,26 +46,6 @@ _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
 
 
-class ImageProcessor(Protocol):
-    """The part of `loaded_model.ImageProcessor` that is used here."""
-
-    @property
-    def placeholder_id(self) -> int: ...
-
-    def count_tokens(self, width: int, height: int) -> int: ...
-
-    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage: ...
-
-
-class VisionEncoder(Protocol):
-    """The part of `loaded_model.VisionEncoder` that is used here."""
-
-    @property
-    def max_patches(self) -> int: ...
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[_Rows]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
     """Limits of the images of a request, as clients see them."""
@@ -69,27 +53,6 @@ class ImageLimits:
     max_images: int
     max_pixels: int = MAX_PIXELS
     max_file_bytes: int = MAX_FILE_BYTES
-
-
-@dataclass(slots=True)
-class ImageStats:
-    """Counters of images.
-
-    Attributes:
-        num_images: images that requests had.
-        num_tokens: tokens of the prompts that they took.
-        num_queries, num_hits: lookups in the cache of encoded images, and those that found one.
-        num_encoded: images that the encoder encoded, in `num_calls` calls.
-        cached_bytes: bytes of the cache now.
-    """
-
-    num_images: int = 0
-    num_tokens: int = 0
-    num_queries: int = 0
-    num_hits: int = 0
-    num_encoded: int = 0
-    num_calls: int = 0
-    cached_bytes: int = 0
 
 
 class EncoderCache:
@@ -138,7 +101,7 @@ class _Waiting:
     done: Future[_Rows]
 
 
-class _Budget:
+class _ImageBudget:
     """Tokens that the images of one request may still take. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
@@ -193,7 +156,7 @@ class ImageInputs:
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._in_flight: dict[tuple[str, bytes], Future[_Rows]] = {}
         self._cache = EncoderCache(cache_bytes)
-        self._stats = ImageStats()
+        self._load = ImageLoad()
 
     @classmethod
     def from_options(
@@ -216,10 +179,10 @@ class ImageInputs:
             weight_version=weight_version,
         )
 
-    def stats(self) -> ImageStats:
+    def load(self) -> ImageLoad:
         """Return a snapshot of the counters."""
         with self._lock:
-            return dataclasses.replace(self._stats, cached_bytes=self._cache.num_bytes)
+            return dataclasses.replace(self._load, cached_bytes=self._cache.num_bytes)
 
     def start_reading(self, images: Sequence[GivenImage]) -> list[Future[PreparedImage]]:
         """Start to read and prepare the images of a request, each on a thread.
@@ -230,7 +193,7 @@ class ImageInputs:
         if len(images) > (most := self.limits.max_images):
             problem = f"is image {most + 1} of {len(images)}; limit_mm_per_prompt allows {most}"
             raise InvalidArgument(images[most].field, problem)
-        budget = _Budget(self._max_model_len)
+        budget = _ImageBudget(self._max_model_len)
         return [self._readers.submit(self._read, image, budget) for image in images]
 
     async def complete(
@@ -256,7 +219,7 @@ class ImageInputs:
         rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
         return self.attach(request, images, rows)
 
-    def _read(self, image: GivenImage, budget: _Budget) -> PreparedImage:
+    def _read(self, image: GivenImage, budget: _ImageBudget) -> PreparedImage:
         field, source = image
 
         def check_size(width: int, height: int) -> None:
@@ -303,7 +266,9 @@ class ImageInputs:
                 spans.append(EmbeddedSpan(len(placed) + start, zeros, digest, row, image.rope_grid))
                 row += stop - start
             placed += image.token_ids
-        return placed, with_digests(spans, len(placed), self._block_size)
+        embeds = with_digests(spans, len(placed), self._block_size)
+        num_tokens = sum(len(image.token_ids) for image in images)
+        return placed, dataclasses.replace(embeds, num_image_tokens=num_tokens)
 
     def start_encoding(self, images: Sequence[PreparedImage], tenant: str, salt: str) -> list[Future[_Rows]]:
         """Start to encode images; those of concurrent requests share calls of the encoder, tenants in turn.
@@ -312,16 +277,13 @@ class ImageInputs:
             tenant, salt: only requests with the same two share encoded images.
         """
         owner, version = f"{tenant}\0{salt}", self._weight_version().encode()
-        found = list[Future[_Rows]]()
+        found, num_hits = list[Future[_Rows]](), 0
         with self._lock:
             for image in images:
                 key = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest + version).digest()
-                self._stats.num_queries += 1
-                self._stats.num_images += 1
-                self._stats.num_tokens += len(image.token_ids)
                 done = self._in_flight.get((owner, key))
                 rows = None if done is not None else self._cache.find(owner, key)
-                self._stats.num_hits += done is not None or rows is not None
+                num_hits += done is not None or rows is not None
                 if done is None:
                     done = Future()
                     done.set_running_or_notify_cancel()  # others may wait for it, too
@@ -332,7 +294,14 @@ class ImageInputs:
                         self._waiting.setdefault(owner, deque()).append(_Waiting(image, key, done))
                         self._encoding.submit(self._encode_waiting)
                 found.append(done)
+            num_tokens = sum(len(image.token_ids) for image in images)
+            self._count(num_queries=len(images), num_hits=num_hits, num_tokens=num_tokens)
         return found
+
+    def _count(self, **counts: int) -> None:
+        """Add to counters, with the lock held."""
+        added = {name: getattr(self._load, name) + count for name, count in counts.items()}
+        self._load = dataclasses.replace(self._load, **added)
 
     def _encode_waiting(self) -> None:
         """Encode as many of the waiting images as one call takes, if another call has not taken them."""
@@ -352,8 +321,7 @@ class ImageInputs:
                 waiting.done.set_exception(error)
             return
         with self._lock:
-            self._stats.num_encoded += len(batch)
-            self._stats.num_calls += 1
+            self._count(num_encoded=len(batch), num_calls=1)
             for (owner, waiting), rows in zip(batch, encoded, strict=True):
                 rows.setflags(write=False)
                 self._cache.add(owner, waiting.key, rows)

@@ -181,10 +181,12 @@ class PromptEmbeds:
     Attributes:
         spans: in order, without overlaps.
         block_digests: digests of the embeddings in each block of the prompt; empty for a block that has none.
+        num_image_tokens: tokens of images, with those between their rows.
     """
 
     spans: tuple[EmbeddedSpan, ...]
     block_digests: tuple[bytes, ...]
+    num_image_tokens: int = 0
 
     def iter_rows(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the embeddings from position `start` to `stop`, each part with its first position."""
@@ -302,12 +304,10 @@ def parse_images(given: Any) -> tuple[GivenImage, ...]:
     for key, value in given.items():
         if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
             raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
-    field, images = f"{name}.image", given.get("image")
-    if images is None:
-        return ()
+    images = given.get("image", ())
     if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
-        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
-    return (GivenImage(field, images),)
+        return tuple(GivenImage(f"{name}.image[{i}]", one) for i, one in enumerate(images))
+    return () if images is None else (GivenImage(f"{name}.image", images),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,11 +609,12 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
 # Only this package may write their fields all the same, like those of every class (tests/arch).
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one request so far; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one request so far; of the prompt, `cached_tokens` came from the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -673,6 +674,7 @@ class SequenceDelta:
         tool_calls: chats: parts of calls, in order; not part of `text`.
         weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order; then,
             with 0 tokens, others that sampled beams or `best_of` sequences that it was ranked with.
+        routed_experts: a part of those of `CompletionOutput`, in order; the last one comes with `finish`.
     """
 
     request_id: str
@@ -690,6 +692,7 @@ class SequenceDelta:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -697,6 +700,12 @@ class OutputEvent(SequenceDelta):
     """Delta of one engine step. `error` is set only on the last event, if the request failed."""
 
     error: Exception | None = None
+
+
+def join_experts(parts: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """Return `routed_experts` of all parts in order; None without any."""
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if len(found) > 1 else next(iter(found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,6 +724,10 @@ class CompletionOutput:
         weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
             while the request was kept. Versions of other beams, or samples of `best_of`, that it was ranked with have 0
             tokens. Empty while a stream continues, and from servers that do not report them.
+        routed_experts: `[tokens, layers, top_k]`: the experts of each token of prompt and output, the best first, in
+            unsigned integers; 0 in layers without experts. The last token has none, because it was not computed, and
+            the first `routed_experts_prompt_start` ones are left out. None unless the engine returns them, while a
+            stream continues, and if no token was computed.
     """
 
     index: int
@@ -728,6 +741,7 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     lora_request: LoRARequest | None = None
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     @property
     def weight_version(self) -> str:

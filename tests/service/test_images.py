@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ GRAY = np.arange(40 * 56, dtype=np.uint16).reshape(40, 56) * 29
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Iterator[PictureDecoder]:
-    yield PictureDecoder(1)
+def decoder() -> PictureDecoder:
+    return PictureDecoder(1)
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -65,22 +64,23 @@ def test_the_first_image_of_an_animation_counts(decoder: PictureDecoder, kind: s
     content = saved(frames[0], kind, save_all=True, append_images=frames[1:])
     pixels = decoder.decode(FIELD, content)
     assert pixels.shape == (8, 16, 3)
-    assert pixels[0, 0, 0] > 200 > 50 > pixels[0, 0, 1]
+    assert pixels[0, 0, 0] > 200
+    assert pixels[0, 0, 1] < 50
 
 
 def check_broken(decoder: PictureDecoder, count: int) -> int:
     """Decode broken files; return the number of those that are errors."""
-    num_errors = 0
+    errors = list[InvalidArgument]()
     for content in broken(count):
         try:
             pixels = decoder.decode(FIELD, content)
         except InvalidArgument as error:
-            assert error.field == FIELD
-            assert 0 < len(error.problem) < 250
-            num_errors += 1
+            errors.append(error)
         else:
             assert pixels.size <= 3 * MAX_PIXELS
-    return num_errors
+    assert {error.field for error in errors} == {FIELD}
+    assert all(0 < len(error.problem) < 250 for error in errors)
+    return len(errors)
 
 
 def test_broken_files_are_errors_of_bounded_size(decoder: PictureDecoder) -> None:
@@ -118,13 +118,15 @@ def test_a_decoder_that_dies_is_started_again(decoder: PictureDecoder) -> None:
     decoder._free.put(child)
     assert decoder.decode(FIELD, picture("GIF")).shape == (40, 56, 3)
 
-    def kill(width: int, height: int) -> None:
-        child = decoder_child[0]
-        child.process.kill()
-        child.process.wait()
+    running = decoder._free.get()
+    assert running is not None
+    decoder._free.put(running)
+    process = running.process
 
-    decoder_child = [decoder._free.get()]
-    decoder._free.put(decoder_child[0])
+    def kill(width: int, height: int) -> None:
+        process.kill()
+        process.wait()
+
     with pytest.raises(InvalidArgument, match="cannot be decoded: the picture ended the decoder"):
         decoder.decode(FIELD, picture("GIF"), kill)
     assert decoder.decode(FIELD, picture("GIF")).shape == (40, 56, 3)
@@ -133,9 +135,11 @@ def test_a_decoder_that_dies_is_started_again(decoder: PictureDecoder) -> None:
 def test_arrays_and_images_of_pillow_are_read_as_they_are() -> None:
     image = Image.open(io.BytesIO(picture("PNG")))
     pixels = np.asarray(image)
-    for given in (image, pixels, pixels.transpose(2, 0, 1), np.dstack([pixels, pixels[..., :1]])):
+    colored: tuple[Any, ...] = (image, pixels, pixels.transpose(2, 0, 1), np.dstack([pixels, pixels[..., :1]]))
+    for given in colored:
         np.testing.assert_array_equal(read_pixels(FIELD, given), pixels)
-    for given in (pixels[..., 0], pixels[..., :1], image.convert("RGBA").getchannel(0)):
+    gray: tuple[Any, ...] = (pixels[..., 0], pixels[..., :1], image.convert("RGBA").getchannel(0))
+    for given in gray:
         np.testing.assert_array_equal(read_pixels(FIELD, given), np.repeat(pixels[..., :1], 3, axis=2))
     assert not np.shares_memory(read_pixels(FIELD, pixels), pixels)
 
