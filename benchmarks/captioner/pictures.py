@@ -110,7 +110,7 @@ def picture(seed: int, number: int) -> Picture:
         fill = tuple(int(v) for v in np.clip(np.array(COLORS[color]) + rng.integers(-14, 15, 3), 0, 255))
         draw.polygon(_outline(rng, shape, x, y, radius), fill=fill)
     smooth = np.asarray(image.resize(size, Image.Resampling.BOX), np.float32)
-    noise = rng.standard_normal(smooth.shape, np.float32) * np.float32(rng.uniform(0, 8))
+    noise = rng.standard_normal(smooth.shape, np.float32) * np.float32(rng.uniform(0, 6))
     centers_n2 = np.array([(y / (2 * size[1]), x / (2 * size[0])) for x, y, _ in places])
     return Picture(np.clip(smooth + noise, 0, 255).astype(np.uint8), color, shape, centers_n2)
 
@@ -129,10 +129,10 @@ def _places(rng: np.random.Generator, count: int, size: tuple[int, int]) -> list
     """Return center and radius of shapes that neither touch each other nor the edge, on the canvas of twice the size."""
     unit = 2 * max(size) / 64
     while True:
-        largest = (21.0, 14.0, 12.0, 11.0, 10.0)[count - 1] * unit
+        largest = (20.0, 14.0, 12.0, 11.0, 10.0)[count - 1] * unit
         found: list[tuple[float, float, float]] = []
         for _ in range(60):
-            radius = rng.uniform(7 * unit, largest)
+            radius = rng.uniform(8 * unit, largest)
             x, y = (rng.uniform(radius + unit, max(radius + unit, 2 * length - radius - unit)) for length in size)
             if all(math.hypot(x - a, y - b) > radius + other + 2 * unit for a, b, other in found):
                 found.append((x, y, radius))
@@ -142,7 +142,7 @@ def _places(rng: np.random.Generator, count: int, size: tuple[int, int]) -> list
 
 def _outline(rng: np.random.Generator, shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
     """Return the corners of a shape, turned a little."""
-    corners, turn = {"circle": (48, 0.0), "square": (4, 0.25), "triangle": (3, 0.35), "star": (10, 0.3)}[shape]
+    corners, turn = {"circle": (48, 0.0), "square": (4, 0.2), "triangle": (3, 0.3), "star": (10, 0.3)}[shape]
     start = rng.uniform(-turn, turn) - (math.pi / 4 if shape == "square" else math.pi / 2)
     angles = start + np.arange(corners) * (2 * math.pi / corners)
     radii = np.where(np.arange(corners) % 2, _STAR, 1.0) * radius if shape == "star" else np.full(corners, radius)
