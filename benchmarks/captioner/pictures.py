@@ -126,7 +126,7 @@ def _background(rng: np.random.Generator, size: tuple[int, int]) -> Image.Image:
 
 
 def _places(rng: np.random.Generator, count: int, size: tuple[int, int]) -> list[tuple[float, float, float]]:
-    """Return center and radius of shapes that neither touch each other nor the edge, on the canvas of twice the size."""
+    """Return center and radius of shapes that touch neither each other nor the edge, on a canvas of twice the size."""
     unit = 2 * max(size) / 64
     while True:
         largest = (20.0, 14.0, 12.0, 11.0, 10.0)[count - 1] * unit

@@ -59,9 +59,7 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def encode_dialog(
-    tokenizer: Tokenizer, given: Dialog, image_tokens: Sequence[int]
-) -> tuple[list[int], list[bool]]:
+def encode_dialog(tokenizer: Tokenizer, given: Dialog, image_tokens: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Return the tokens of a dialog as the template writes it, and which of them the model learns to write.
 
     Args:

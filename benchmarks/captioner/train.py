@@ -253,9 +253,7 @@ def get_logits(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, j
     given = jnp.take_along_axis(encoded, jnp.maximum(batch.rows_bt, 0)[:, :, None], axis=1)
     embeds = InputEmbeds((batch.rows_bt >= 0).reshape(-1), given.reshape(-1, given.shape[-1]))
     positions_t = jnp.tile(jnp.arange(row_len, dtype=jnp.int32), num_rows)
-    tokens = TokenBatch(
-        batch.token_ids_bt.reshape(-1), positions_t, jnp.full_like(positions_t, row_len), embeds=embeds
-    )
+    tokens = TokenBatch(batch.token_ids_bt.reshape(-1), positions_t, jnp.full_like(positions_t, row_len), embeds=embeds)
     mask_bst = jnp.broadcast_to(jnp.triu(jnp.ones((row_len, row_len), bool)), (num_rows, row_len, row_len))
     hidden, _ = model.run(params["text"], tokens, functools.partial(attend, mask_bst), (), "loop")
     return model.logits(params["text"], hidden).reshape(num_rows, row_len, -1), states_bpw @ params["centers"]
@@ -325,7 +323,9 @@ def make_step(config: ModelConfig, settings: TrainSettings) -> Callable:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def train(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, num_steps: int, every: int = 20) -> Params:
+def train(
+    config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, num_steps: int, every: int = 20
+) -> Params:
     """Train, and return float32 parameters.
 
     Args:
@@ -347,7 +347,9 @@ def train(config: ModelConfig, settings: TrainSettings, tokenizer: Tokenizer, nu
             if (step + 1) % every == 0 or step + 1 == num_steps:
                 (loss, center_loss, is_right), spent_s = np.mean(losses, axis=0), time.perf_counter() - start
                 left_s = spent_s / (step + 1) * (num_steps - step - 1)
-                line = f"step {step + 1}/{num_steps}  loss {loss:.4f}  centers {center_loss:.4f}  all right {is_right:.1%}"
+                line = (
+                    f"step {step + 1}/{num_steps}  loss {loss:.4f}  centers {center_loss:.4f}  all right {is_right:.1%}"
+                )
                 print(f"{line}  {left_s / 60:.1f} min left", flush=True)
                 losses = []
     return params
