@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.experts import tpu as experts_tpu
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes, SortedRows
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join, placed
@@ -184,6 +185,8 @@ def sum_experts(
         return apply_tiles(x_te, routes, weights, gate)
     if backend in ("triton", "cuda") and takes_all(weights, backend):
         return apply_grouped(x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend))
+    if backend == "ragged" and (form := experts_tpu.find_form(x_te, routes, weights, gate)) is not None:
+        return experts_tpu.apply(x_te, routes, weights, form)
     if backend == "ragged" and _takes_all_on_tpu(weights):
         return apply_grouped(x_te, routes, weights, gate, tpu.multiply_sorted)
     if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):
