@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join
 from jpaged.kernels.lowered_device import lowered_device
+from jpaged.kernels.matmul.quantized import QuantizedMatrix, rounds_rows
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
@@ -100,16 +101,28 @@ def find_form(
     """Return the sizes of a call on the device that is lowered for; None if the kernel does not support it."""
     device = lowered_device()
     matrices = [flat(each)[0] for each in (weights.gate, weights.up, weights.down)]
-    if device is None or device.platform != "tpu":
+    if device is None or device.platform != "tpu" or x_te.dtype != jnp.bfloat16:
         return None
-    if not all(isinstance(each, jax.Array) and each.dtype == jnp.bfloat16 for each in (x_te, *matrices)):
+    if not all(map(_takes, matrices)) or len({str(_values(each).dtype) for each in matrices}) > 1:
         return None
     shape = (*x_te.shape, matrices[2].shape[1], routes.ids_tk.shape[1])
-    return choose_form(shape, weights.num_experts, gate, device.device_kind)
+    return choose_form(shape, weights.num_experts, gate, device.device_kind, _values(matrices[2]).dtype.itemsize)
+
+
+def _takes(matrices: Any) -> bool:
+    """Return True for bfloat16, and for 8 bits with a scale per column whose rows are not rounded."""
+    if not isinstance(matrices, QuantizedMatrix):
+        return bool(matrices.dtype == jnp.bfloat16)
+    is_plain = matrices.zeros is None and matrices.group_ids is None and not rounds_rows(matrices)
+    return is_plain and matrices.num_groups == 1 and matrices.values.dtype.itemsize == 1 and matrices.num_bits is None
+
+
+def _values(matrices: Any) -> Any:
+    return matrices.values if isinstance(matrices, QuantizedMatrix) else matrices
 
 
 def choose_form(
-    shape: tuple[int, int, int, int], num_experts: int, gate: GateFunction, device_kind: str
+    shape: tuple[int, int, int, int], num_experts: int, gate: GateFunction, device_kind: str, itemsize: int = 2
 ) -> ExpertsForm | None:
     """Return the sizes for T tokens of width E with K of X experts of inner width F; None if they do not fit.
 
@@ -118,13 +131,14 @@ def choose_form(
         num_experts: X.
         gate: the gate function.
         device_kind: as jax names the device.
+        itemsize: bytes of a weight.
     """
     num_tokens, width, inner, top_k = shape
     limit = _LARGE_VMEM_BYTES if device_kind.startswith(_LARGE_KINDS) else _VMEM_BYTES
     even = -(-num_tokens * top_k // num_experts)
     tile_rows = min(max(_rounded_up(even + even // 4, 32), _LEAST_ROWS), _rounded_up(num_tokens, 16), _MOST_ROWS)
     of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * 16
-    of_column = 4 * (3 if gate.has_gates else 2) * width + tile_rows * 16
+    of_column = (2 * itemsize + 4 * (itemsize == 1)) * (3 if gate.has_gates else 2) * width + tile_rows * 16
     most = (limit - of_rows - (4 << 20)) // of_column
     if num_tokens * top_k > _MAX_ROUTES or most < min(LANES, inner):
         return None
@@ -193,10 +207,12 @@ def apply(
 
     down, first = flat(weights.down)
     rows = ExpertRows.sort(routes, weights.num_experts, first)
-    matrices = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
+    inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
+    has_scales = isinstance(down, QuantizedMatrix)
+    scales = [*(each.scales for each in inner), down.scales] if has_scales else []
+    matrices, down, width = [_values(each) for each in inner], _values(down), form.width
     biases = [weights.gate_bias] if form.gate.has_gates else []
     biases = [each[:, None, :] for each in (*biases, weights.up_bias) if each is not None]
-    depth, width = (form.num_blocks, form.block), form.width
     base = jnp.asarray(first, jnp.int32)[None]
 
     def of_inner(f: Any, s: Any, matrices_s: Any, *_: Any) -> tuple[Any, Any, Any]:
@@ -208,7 +224,7 @@ def apply(
     lines = form.row_sums
     num_products = len(rows.tokens_p) * width * form.inner * (len(matrices) + 1)
     sums: jax.Array = pl.pallas_call(
-        functools.partial(_kernel, form=form, num_matrices=len(matrices), has_biases=bool(biases)),
+        functools.partial(_kernel, form=form, num_matrices=len(matrices), has_scales=has_scales, has_biases=bool(biases)),
         name="experts",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
@@ -217,6 +233,8 @@ def apply(
                 pl.BlockSpec(memory_space=pltpu.VMEM),
                 *(pl.BlockSpec((1, width, form.block), of_inner) for _ in matrices),
                 pl.BlockSpec((1, form.block, width), lambda f, s, matrices_s, *_: (matrices_s[s], f, 0)),
+                *(pl.BlockSpec((1, 1, form.block), of_inner) for _ in scales[:-1]),
+                *(pl.BlockSpec((1, 1, width), lambda f, s, matrices_s, *_: (matrices_s[s], 0, 0)) for _ in scales[-1:]),
                 *(pl.BlockSpec((1, 1, form.block), of_bias) for _ in biases),
             ],
             out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
@@ -232,14 +250,13 @@ def apply(
         cost_estimate=pl.CostEstimate(
             flops=2 * num_products,
             transcendentals=0,
-            bytes_accessed=2 * len(rows.matrices_s) * width * form.inner * (len(matrices) + 1),
+            bytes_accessed=down.dtype.itemsize * len(rows.matrices_s) * width * form.inner * (len(matrices) + 1),
         ),
         interpret=form.is_interpreted,
     )(
         rows.matrices_s, rows.starts_s, rows.counts_s, rows.tokens_p, rows.weights_p, base,
-        pack(x_te), *matrices, down, *biases,
+        pack(x_te), *matrices, down, *scales, *biases,
     )  # fmt: skip
-    del depth
     return sums.reshape(form.num_tokens, -1)[:, :width]
 
 
@@ -269,6 +286,7 @@ def _kernel(
     *others: Any,
     form: ExpertsForm,
     num_matrices: int,
+    has_scales: bool,
     has_biases: bool,
 ) -> None:
     from jax.experimental import pallas as pl
@@ -276,6 +294,7 @@ def _kernel(
     del matrices_ref, base_ref
     inner_refs, others = others[:num_matrices], others[num_matrices:]
     down_ref, *others = others
+    scale_refs, others = (others[: num_matrices + 1], others[num_matrices + 1 :]) if has_scales else ((), others)
     bias_refs, others = (others[:num_matrices], others[num_matrices:]) if has_biases else ((), others)
     sums_ref, tile_ref, results_ref = others
     f, s = pl.program_id(0), pl.program_id(1)
@@ -301,15 +320,19 @@ def _kernel(
     def multiply() -> None:
         parts = [_unpack(tile_ref[pl.ds(i * stride, size), :]) for i in range(words)]
         x = jnp.concatenate([part[0] for part in parts] + [part[1] for part in parts], axis=1)[:, : form.width]
-        products = [_dot(x, ref[0]) for ref in inner_refs]
+        products = [_dot(x, ref[0].astype(x.dtype)) for ref in inner_refs]
+        if has_scales:
+            products = [y * ref[0] for y, ref in zip(products, scale_refs, strict=False)]
         if has_biases:
             products = [y + ref[0].astype(jnp.float32) for y, ref in zip(products, bias_refs, strict=True)]
-        inner, down = join(form.gate, products[0], products[-1]), down_ref[0]
+        inner, down = join(form.gate, products[0], products[-1]), down_ref[0].astype(x.dtype)
         if form.inner % form.block:
             left = form.inner - f * form.block  # beyond it there is anything, even NaN
             inner = jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
             down = jnp.where(jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < left, down, jnp.zeros_like(down))
         y = _dot(inner.astype(x.dtype), down)
+        if has_scales:
+            y = y * scale_refs[-1][0]
         for i in range(lines):
             columns = y[:, i * LANES : (i + 1) * LANES]
             results_ref[pl.ds(i * stride, size), : columns.shape[1]] = columns
