@@ -20,8 +20,8 @@ Only functions that trace import Pallas: it takes a third as long as jax, and ev
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,10 @@ _GROUP = 8
 """Rows that are gathered or added together. An expert has each token once, so they are different ones."""
 _LEAST_ROWS, _MOST_ROWS = 64, 256
 """Rows of a tile: 64 take a tenth longer than 16, and 128 a quarter, because matrix units load their weights first."""
+_LEAST_COLUMNS = 4 * LANES
+"""Columns of a block: results are added once for each block."""
+_NUM_SUBLANES = 32
+"""Rows of a register of 8-bit numbers: depths are whole ones."""
 _MAX_ROUTES = 1 << 16
 """Tokens and weights of routes take 8 bytes each of scalar memory, which has 1 MiB."""
 _VMEM_BYTES, _LARGE_VMEM_BYTES = 56 << 20, 100 << 20
@@ -95,9 +99,7 @@ class ExpertsForm:
         return -(-self.width // LANES)
 
 
-def find_form(
-    x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction
-) -> ExpertsForm | None:
+def find_form(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> ExpertsForm | None:
     """Return the sizes of a call on the device that is lowered for; None if the kernel does not support it."""
     device = lowered_device()
     matrices = [flat(each)[0] for each in (weights.gate, weights.up, weights.down)]
@@ -106,6 +108,8 @@ def find_form(
     if not all(map(_takes, matrices)) or len({str(_values(each).dtype) for each in matrices}) > 1:
         return None
     shape = (*x_te.shape, matrices[2].shape[1], routes.ids_tk.shape[1])
+    if shape[1] % _NUM_SUBLANES or shape[2] % _NUM_SUBLANES:
+        return None
     return choose_form(shape, weights.num_experts, gate, device.device_kind, _values(matrices[2]).dtype.itemsize)
 
 
@@ -140,7 +144,7 @@ def choose_form(
     of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * 16
     of_column = (2 * itemsize + 4 * (itemsize == 1)) * (3 if gate.has_gates else 2) * width + tile_rows * 16
     most = (limit - of_rows - (4 << 20)) // of_column
-    if num_tokens * top_k > _MAX_ROUTES or most < min(LANES, inner):
+    if num_tokens * top_k > _MAX_ROUTES or most < min(_LEAST_COLUMNS, inner):
         return None
     block = inner
     if most < inner:
@@ -160,6 +164,7 @@ class ExpertRows:
 
     Attributes:
         matrices_s: int32 `[S]`: the matrix of each expert with rows, in their order; then others.
+        experts_s: int32 `[S]`: its number in the layer.
         starts_s: int32 `[S]`: the first of its rows in `tokens_p`.
         counts_s: int32 `[S]`: the number of its rows.
         num_used: int32 `[1]`: experts with rows.
@@ -168,6 +173,7 @@ class ExpertRows:
     """
 
     matrices_s: jax.Array
+    experts_s: jax.Array
     starts_s: jax.Array
     counts_s: jax.Array
     num_used: jax.Array
@@ -190,6 +196,7 @@ class ExpertRows:
         starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
         return cls(
             first + used,
+            used,
             starts[used],
             counts[used],
             jnp.sum(counts > 0, dtype=jnp.int32)[None],
@@ -198,9 +205,7 @@ class ExpertRows:
         )
 
 
-def apply(
-    x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, form: ExpertsForm
-) -> Float[Array, "T E"]:
+def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, form: ExpertsForm) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -208,35 +213,18 @@ def apply(
     down, first = flat(weights.down)
     rows = ExpertRows.sort(routes, weights.num_experts, first)
     inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
-    has_scales = isinstance(down, QuantizedMatrix)
-    scales = [*(each.scales for each in inner), down.scales] if has_scales else []
-    matrices, down, width = [_values(each) for each in inner], _values(down), form.width
-    biases = [weights.gate_bias] if form.gate.has_gates else []
-    biases = [each[:, None, :] for each in (*biases, weights.up_bias) if each is not None]
-    base = jnp.asarray(first, jnp.int32)[None]
-
-    def of_inner(f: Any, s: Any, matrices_s: Any, *_: Any) -> tuple[Any, Any, Any]:
-        return matrices_s[s], 0, f
-
-    def of_bias(f: Any, s: Any, matrices_s: Any, *others: Any) -> tuple[Any, Any, Any]:
-        return matrices_s[s] - others[4][0], 0, f
-
+    scales = [each.scales for each in (*inner, down)] if isinstance(down, QuantizedMatrix) else []
+    biases = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
+    refs = functools.partial(_Refs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
     lines = form.row_sums
-    num_products = len(rows.tokens_p) * width * form.inner * (len(matrices) + 1)
+    num_weights = form.width * form.inner * (len(inner) + 1)
     sums: jax.Array = pl.pallas_call(
-        functools.partial(_kernel, form=form, num_matrices=len(matrices), has_scales=has_scales, has_biases=bool(biases)),
+        lambda *arrays: _kernel(refs(arrays), form),
         name="experts",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=_NUM_LISTS,
             grid=(form.num_blocks, jnp.maximum(rows.num_used[0], 1)),
-            in_specs=[
-                pl.BlockSpec(memory_space=pltpu.VMEM),
-                *(pl.BlockSpec((1, width, form.block), of_inner) for _ in matrices),
-                pl.BlockSpec((1, form.block, width), lambda f, s, matrices_s, *_: (matrices_s[s], f, 0)),
-                *(pl.BlockSpec((1, 1, form.block), of_inner) for _ in scales[:-1]),
-                *(pl.BlockSpec((1, 1, width), lambda f, s, matrices_s, *_: (matrices_s[s], 0, 0)) for _ in scales[-1:]),
-                *(pl.BlockSpec((1, 1, form.block), of_bias) for _ in biases),
-            ],
+            in_specs=_specs(form, len(inner), has_scales=bool(scales), has_biases=bool(biases)),
             out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
             scratch_shapes=[
                 pltpu.VMEM((form.row_words * form.stride, LANES), jnp.uint32),
@@ -248,16 +236,44 @@ def apply(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=form.vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * num_products,
+            flops=2 * len(rows.tokens_p) * num_weights,
             transcendentals=0,
-            bytes_accessed=down.dtype.itemsize * len(rows.matrices_s) * width * form.inner * (len(matrices) + 1),
+            bytes_accessed=_values(down).dtype.itemsize * len(rows.matrices_s) * num_weights,
         ),
         interpret=form.is_interpreted,
     )(
-        rows.matrices_s, rows.starts_s, rows.counts_s, rows.tokens_p, rows.weights_p, base,
-        pack(x_te), *matrices, down, *scales, *biases,
-    )  # fmt: skip
-    return sums.reshape(form.num_tokens, -1)[:, :width]
+        *(rows.matrices_s, rows.experts_s, rows.starts_s, rows.counts_s, rows.tokens_p, rows.weights_p),
+        *(pack(x_te), *map(_values, inner), _values(down), *scales),
+        *(bias[:, None, :] for bias in biases),
+    )
+    return sums.reshape(form.num_tokens, -1)[:, : form.width]
+
+
+_NUM_LISTS = 6
+"""Arrays in scalar memory."""
+
+
+def _specs(form: ExpertsForm, num_inner: int, *, has_scales: bool, has_biases: bool) -> list[Any]:
+    """Return the blocks of the states, of gates and ups, of down, and of their scales and biases."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    def inner_block(f: Any, s: Any, matrices_s: Any, *_: Any) -> tuple[Any, Any, Any]:
+        return matrices_s[s], 0, f
+
+    def bias_block(f: Any, s: Any, _: Any, experts_s: Any, *others: Any) -> tuple[Any, Any, Any]:
+        del others
+        return experts_s[s], 0, f
+
+    specs = [pl.BlockSpec(memory_space=pltpu.VMEM)]
+    specs += [pl.BlockSpec((1, form.width, form.block), inner_block)] * num_inner
+    specs += [pl.BlockSpec((1, form.block, form.width), lambda f, s, matrices_s, *_: (matrices_s[s], f, 0))]
+    if has_scales:
+        specs += [pl.BlockSpec((1, 1, form.block), inner_block)] * num_inner
+        specs += [pl.BlockSpec((1, 1, form.width), lambda f, s, matrices_s, *_: (matrices_s[s], 0, 0))]
+    if has_biases:
+        specs += [pl.BlockSpec((1, 1, form.block), bias_block)] * num_inner
+    return specs
 
 
 def pack(x_te: Float[Array, "T E"]) -> jax.Array:
@@ -275,90 +291,131 @@ def _unpack(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     return low.astype(jnp.bfloat16), high.astype(jnp.bfloat16)
 
 
-def _kernel(
-    matrices_ref: Any,
-    starts_ref: Any,
-    counts_ref: Any,
-    tokens_ref: Any,
-    weights_ref: Any,
-    base_ref: Any,
-    x_ref: Any,
-    *others: Any,
-    form: ExpertsForm,
-    num_matrices: int,
-    has_scales: bool,
-    has_biases: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Refs:
+    """What the kernel reads and writes: as `ExpertRows`, then blocks, sums, and scratch memory for a tile.
+
+    Attributes:
+        inner: gate and up, or only up.
+        scales: of these and of down, or none.
+        biases: of the first, or none.
+        tile: rows of states; line i of row r is at `i * stride + r`.
+        results: rows of sums, alike.
+    """
+
+    starts: Any
+    counts: Any
+    tokens: Any
+    weights: Any
+    states: Any
+    inner: Sequence[Any]
+    down: Any
+    scales: Sequence[Any]
+    biases: Sequence[Any]
+    sums: Any
+    tile: Any
+    results: Any
+
+    @classmethod
+    def of(cls, arrays: Sequence[Any], *, num_inner: int, has_scales: bool, has_biases: bool) -> _Refs:
+        """Name the arrays in the order of the call."""
+        left = iter(arrays[2:])
+
+        def take(num: int) -> list[Any]:
+            return [next(left) for _ in range(num)]
+
+        lists, inner, down = take(5), take(num_inner), next(left)
+        scales, biases = take((num_inner + 1) * has_scales), take(num_inner * has_biases)
+        return cls(*lists, inner, down, scales, biases, *left)
+
+
+def _kernel(refs: _Refs, form: ExpertsForm) -> None:
     from jax.experimental import pallas as pl
 
-    del matrices_ref, base_ref
-    inner_refs, others = others[:num_matrices], others[num_matrices:]
-    down_ref, *others = others
-    scale_refs, others = (others[: num_matrices + 1], others[num_matrices + 1 :]) if has_scales else ((), others)
-    bias_refs, others = (others[:num_matrices], others[num_matrices:]) if has_biases else ((), others)
-    sums_ref, tile_ref, results_ref = others
-    f, s = pl.program_id(0), pl.program_id(1)
-    size, stride, lines, words = form.tile_rows, form.stride, form.row_sums, form.row_words
-    start, count = starts_ref[s], counts_ref[s]
+    f, s, size = pl.program_id(0), pl.program_id(1), form.tile_rows
+    start, count = refs.starts[s], refs.counts[s]
 
     @pl.when((f == 0) & (s == 0))
-    def _begin() -> None:
-        def clear(t: Any, _: None) -> None:
-            sums_ref[t] = jnp.zeros((lines, LANES), jnp.float32)
+    def _clear() -> None:
+        def clear(token: Any, _: None) -> None:
+            refs.sums[token] = jnp.zeros((form.row_sums, LANES), jnp.float32)
 
         jax.lax.fori_loop(0, form.num_tokens, clear, None)
 
-    def gather(first: Any, num: Any) -> None:
-        def some(group: Any, _: None) -> None:
-            for i in range(_GROUP):
-                row = group * _GROUP + i
-                token = tokens_ref[first + row]
-                tile_ref[pl.ds(row, words, stride=stride), :] = x_ref[token]
-
-        jax.lax.fori_loop(0, (num + _GROUP - 1) >> 3, some, None)
-
-    def multiply() -> None:
-        parts = [_unpack(tile_ref[pl.ds(i * stride, size), :]) for i in range(words)]
-        x = jnp.concatenate([part[0] for part in parts] + [part[1] for part in parts], axis=1)[:, : form.width]
-        products = [_dot(x, ref[0].astype(x.dtype)) for ref in inner_refs]
-        if has_scales:
-            products = [y * ref[0] for y, ref in zip(products, scale_refs, strict=False)]
-        if has_biases:
-            products = [y + ref[0].astype(jnp.float32) for y, ref in zip(products, bias_refs, strict=True)]
-        inner, down = join(form.gate, products[0], products[-1]), down_ref[0].astype(x.dtype)
-        if form.inner % form.block:
-            left = form.inner - f * form.block  # beyond it there is anything, even NaN
-            inner = jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
-            down = jnp.where(jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < left, down, jnp.zeros_like(down))
-        y = _dot(inner.astype(x.dtype), down)
-        if has_scales:
-            y = y * scale_refs[-1][0]
-        for i in range(lines):
-            columns = y[:, i * LANES : (i + 1) * LANES]
-            results_ref[pl.ds(i * stride, size), : columns.shape[1]] = columns
-
-    def add(first: Any, num: Any) -> None:
-        def some(group: Any, _: None) -> None:
-            found = []
-            for i in range(_GROUP):
-                row = group * _GROUP + i
-                is_own = row < num
-                token = tokens_ref[first + jnp.where(is_own, row, group * _GROUP)]
-                y = results_ref[pl.ds(row, lines, stride=stride), :] * weights_ref[first + row]
-                total = sums_ref[token]
-                found.append((token, jnp.where(is_own, total + y, total)))
-            for token, total in reversed(found):  # the first row, whose token the others take, comes last
-                sums_ref[token] = total
-
-        jax.lax.fori_loop(0, (num + _GROUP - 1) >> 3, some, None)
-
-    def tile(i: Any, _: None) -> None:
+    def run_tile(i: Any, _: None) -> None:
         first, num = start + i * size, jnp.minimum(count - i * size, size)
-        gather(first, num)
-        multiply()
-        add(first, num)
+        _gather(refs, form, first, num)
+        _multiply(refs, form, f)
+        _add(refs, form, first, num)
 
-    jax.lax.fori_loop(0, jax.lax.div(count + size - 1, size), tile, None)
+    jax.lax.fori_loop(0, jax.lax.div(count + size - 1, size), run_tile, None)
+
+
+def _for_groups(num: Any, of_group: Callable[[Any], None]) -> None:
+    """Call for the first row of each group of rows; the last group may have fewer of them."""
+    jax.lax.fori_loop(0, (num + _GROUP - 1) >> 3, lambda group, _: of_group(group * _GROUP), None)
+
+
+def _gather(refs: _Refs, form: ExpertsForm, first: Any, num: Any) -> None:
+    """Copy the states of a tile's rows, and of up to 7 more."""
+    from jax.experimental import pallas as pl
+
+    def copy(begin: Any) -> None:
+        for row in range(_GROUP):
+            token = refs.tokens[first + begin + row]
+            refs.tile[pl.ds(begin + row, form.row_words, stride=form.stride), :] = refs.states[token]
+
+    _for_groups(num, copy)
+
+
+def _multiply(refs: _Refs, form: ExpertsForm, f: Any) -> None:
+    """Multiply a tile with block f."""
+    from jax.experimental import pallas as pl
+
+    def lines(i: int) -> Any:
+        return pl.ds(i * form.stride, form.tile_rows)
+
+    parts = [_unpack(refs.tile[lines(i), :]) for i in range(form.row_words)]
+    x = jnp.concatenate([low for low, _ in parts] + [high for _, high in parts], axis=1)[:, : form.width]
+    products = [_dot(x, ref[0].astype(x.dtype)) for ref in refs.inner]
+    if refs.scales:
+        products = [y * ref[0] for y, ref in zip(products, refs.scales[:-1], strict=True)]
+    if refs.biases:
+        products = [y + ref[0].astype(jnp.float32) for y, ref in zip(products, refs.biases, strict=True)]
+    inner, down = join(form.gate, products[0], products[-1]), refs.down[0].astype(x.dtype)
+    if form.inner % form.block:
+        left = form.inner - f * form.block  # beyond the matrices there is anything, even NaN
+        inner = jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
+        down = jnp.where(jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < left, down, jnp.zeros_like(down))
+    y = _dot(inner.astype(x.dtype), down)
+    y = y * refs.scales[-1][0] if refs.scales else y
+    for i in range(form.row_sums):
+        columns = y[:, i * LANES : (i + 1) * LANES]
+        refs.results[lines(i), : columns.shape[1]] = columns
+
+
+def _add(refs: _Refs, form: ExpertsForm, first: Any, num: Any) -> None:
+    """Add the weighted results of a tile's rows to the sums of their tokens.
+
+    All sums of a group are read before one is written. Places after the last row take the first row's token, and write
+    its old sum back before that row writes the new one.
+    """
+    from jax.experimental import pallas as pl
+
+    def add(begin: Any) -> None:
+        found = []
+        for i in range(_GROUP):
+            row = begin + i
+            is_own = row < num
+            token = refs.tokens[first + jnp.where(is_own, row, begin)]
+            y = refs.results[pl.ds(row, form.row_sums, stride=form.stride), :] * refs.weights[first + row]
+            total = refs.sums[token]
+            found.append((token, jnp.where(is_own, total + y, total)))
+        for token, total in reversed(found):
+            refs.sums[token] = total
+
+    _for_groups(num, add)
+
 
 def _dot(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jax.lax.dot(x, weights, preferred_element_type=jnp.float32)
