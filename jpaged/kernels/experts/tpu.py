@@ -32,6 +32,7 @@ from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join
 from jpaged.kernels.lowered_device import lowered_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, rounds_rows
+from jpaged.kernels.matrix_format import VALUE_DTYPES
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
@@ -43,12 +44,16 @@ _GROUP = 8
 """Rows that are gathered or added together. An expert has each token once, so they are different ones."""
 _LEAST_ROWS, _MOST_ROWS = 64, 256
 """Rows of a tile: 64 take a tenth longer than 16, and 128 a quarter, because matrix units load their weights first."""
-_LEAST_COLUMNS = 4 * LANES
-"""Columns of a block: results are added once for each block."""
+_LEAST_COLUMNS, _LEAST_OF_MANY_ROWS = 2 * LANES, 8 * LANES
+"""Columns of a block, if the inner width does not fit. Each block gathers and adds all rows again: with 1024 columns
+that takes half as long as its products, which only memory hides."""
+_MANY_ROWS = 128
+"""Rows of an expert above which products take about as long as memory."""
 _NUM_SUBLANES = 32
 """Rows of a register of 8-bit numbers: depths are whole ones."""
 _MAX_ROUTES = 1 << 16
 """Tokens and weights of routes take 8 bytes each of scalar memory, which has 1 MiB."""
+_EIGHT_BITS = VALUE_DTYPES["int8"], VALUE_DTYPES["fp8"]
 _VMEM_BYTES, _LARGE_VMEM_BYTES = 56 << 20, 100 << 20
 _LARGE_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 """Kinds of devices with 128 MiB of vector memory; others have 64 MiB."""
@@ -118,7 +123,7 @@ def _takes(matrices: Any) -> bool:
     if not isinstance(matrices, QuantizedMatrix):
         return bool(matrices.dtype == jnp.bfloat16)
     is_plain = matrices.zeros is None and matrices.group_ids is None and not rounds_rows(matrices)
-    return is_plain and matrices.num_groups == 1 and matrices.values.dtype.itemsize == 1 and matrices.num_bits is None
+    return is_plain and matrices.num_groups == 1 and matrices.values.dtype in _EIGHT_BITS
 
 
 def _values(matrices: Any) -> Any:
@@ -144,7 +149,8 @@ def choose_form(
     of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * 16
     of_column = (2 * itemsize + 4 * (itemsize == 1)) * (3 if gate.has_gates else 2) * width + tile_rows * 16
     most = (limit - of_rows - (4 << 20)) // of_column
-    if num_tokens * top_k > _MAX_ROUTES or most < min(_LEAST_COLUMNS, inner):
+    least = _LEAST_COLUMNS if even <= _MANY_ROWS else _LEAST_OF_MANY_ROWS
+    if num_tokens * top_k > _MAX_ROUTES or most < min(least, inner):
         return None
     block = inner
     if most < inner:

@@ -70,7 +70,7 @@ def test_weights_of_eight_bits_have_a_scale_per_column(values: str) -> None:
     plain = mixture(num_experts, width, inner, "bfloat16", has_biases=False)
 
     def rounded(matrices: Any) -> Any:
-        return quantize(np.asarray(matrices, np.float32), MatrixFormat(values), -2, np.dtype(jnp.bfloat16))
+        return quantize(matrices, MatrixFormat(values), axis=-2)
 
     gate, up, down = (rounded(each) for each in (plain.gate, plain.up, plain.down))
     read = ExpertWeights(*(dequantize(each) for each in (gate, up, down)))
@@ -123,6 +123,7 @@ def test_a_step_may_have_no_row_for_any_expert() -> None:
     assert not run(x, routes, weights, SILU).any()
 
 
+@pytest.mark.long
 def test_rows_are_listed_by_expert() -> None:
     ids = np.asarray([[3, 1], [1, 5], [4, 3], [5, 5]], np.int32)  # 5 is nowhere
     factors = np.asarray([[0.5, 0.25], [1.0, 9.0], [2.0, 4.0], [9.0, 9.0]], np.float32)
@@ -135,6 +136,7 @@ def test_rows_are_listed_by_expert() -> None:
     assert len(rows.tokens_p) == len(rows.weights_p) == 8 + 8, "a group of rows may extend beyond the last"
 
 
+@pytest.mark.long
 def test_two_numbers_share_a_word() -> None:
     x = np.arange(320, dtype=np.float32)[None].astype(jnp.bfloat16)
     words = np.asarray(pack(jnp.asarray(x)))
@@ -153,6 +155,7 @@ def test_two_numbers_share_a_word() -> None:
         (TPU7X, (2048, 2048, 768, 8), 128, 160, 768),
         (V6E, (2048, 2880, 2880, 4), 16, 256, 1024),
         (TPU7X, (8, 7168, 2048, 8), 256, 16, 512),
+        (TPU7X, (64, 7168, 2048, 8), 256, 64, 256),
     ],
     ids=str,
 )
@@ -169,6 +172,8 @@ def test_blocks_fit_the_vector_memory(
 
 def test_what_does_not_fit_is_multiplied_by_xla() -> None:
     assert choose_form((8192, 2048, 768, 8), 128, SILU, TPU7X) is None, "states and sums are larger than the memory"
+    assert choose_form((2500, 2048, 768, 8), 128, SILU, TPU7X) is None, "rows would be gathered again and again"
+    assert choose_form((2048, 4096, 14336, 2), 8, SILU, V6E) is None
     assert choose_form((16384, 256, 256, 8), 128, SILU, V6E) is None, "the list of rows is larger than scalar memory"
     assert isinstance(choose_form((4096, 2048, 768, 8), 128, SILU, V6E), ExpertsForm)
 
