@@ -89,6 +89,7 @@ def gate() -> Iterator[ExpertsCase]:
     whole, part = (128, 128, 8, 2048, 768), (32, 128, 8, 2048, 768)
     yield ExpertsCase("v6e", *whole, "bfloat16", 64)
     yield ExpertsCase("v6e", *whole, "int8", 64)
+    yield ExpertsCase("v6e", *part, "bfloat16", 64)
     for generation in ("v6e", "tpu7x"):
         yield ExpertsCase(generation, *whole, "bfloat16", 2048)
     yield ExpertsCase("v6e", *part, "bfloat16", 2048)
