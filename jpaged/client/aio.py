@@ -18,7 +18,7 @@ from jpaged.client.routing.servers import AsyncServers, refuse_closed
 from jpaged.errors import InvalidArgument
 from jpaged.outputs import Evaluated
 from jpaged.server_load import Load
-from jpaged.types import EmbedsInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+from jpaged.types import EmbedsInput, ImagesInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
 
     async def complete(
         self,
-        prompt: str | EmbedsInput | None = None,
+        prompt: str | EmbedsInput | ImagesInput | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
@@ -218,10 +218,19 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         return await self._run(convert.load_adapter_call(name, path))
 
     async def update_weights(
-        self, path: str, *, mode: convert.UpdateMode = "keep", version: str | int | None = None
+        self,
+        weights: str | convert.GivenWeights,
+        *,
+        mode: convert.UpdateMode = "keep",
+        version: str | int | None = None,
     ) -> str:
         """See `Client.update_weights`."""
-        return await self._run(convert.update_weights_call(path, mode, version))
+        if isinstance(weights, str):
+            return await self._run(convert.update_weights_call(weights, mode, version))
+        result = ""
+        for call in convert.send_weights_calls(weights, mode, version):
+            result = await self._run(call)
+        return result
 
     async def unload_adapter(self, name: str) -> None:
         """See `Client.unload_adapter`."""

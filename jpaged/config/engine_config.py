@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +21,7 @@ from jpaged.config.engine_options import (
     CacheOptions,
     LoraOptions,
     LossyOptions,
+    MediaOptions,
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
@@ -53,10 +54,12 @@ _OF_ENCODER: Mapping[str, Any] = {
 }
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
+    "JPAGED_CACHE_URL": "URL of object storage (fsspec) with compiled programs that servers share, such as gs://BUCKET/jpaged",
     "JPAGED_API_KEY": "API key that clients and commands send",
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
+    "MOONCAKE_CONFIG_PATH": "JSON file with options of the KV connector MooncakeStoreConnector",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
     "XLA_CLIENT_MEM_FRACTION": "share of each GPU's memory for JAX's allocator; jpaged sets it to 0.95",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "deprecated name of XLA_CLIENT_MEM_FRACTION",
@@ -94,6 +97,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = declare_section(SchedulerOptions, "Scheduling, batching and preemption.")
     parallel: ParallelOptions = declare_section(ParallelOptions, "Parallelism over devices and processes.")
     lora: LoraOptions = declare_section(LoraOptions, "LoRA adapters.")
+    media: MediaOptions = declare_section(MediaOptions, "Images of requests.")
     startup: StartupOptions = declare_section(StartupOptions, "Compilation before the first request.")
     server: ServerOptions = declare_section(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
     http: HttpOptions = declare_section(HttpOptions, "OpenAI-compatible HTTP API.")
@@ -164,7 +168,9 @@ class EngineConfig:
         self.parallel.check()
         self._check_stages()
         self._check_eplb()
+        self._check_routed_experts()
         self.lora.check()
+        self.media.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
@@ -187,6 +193,27 @@ class EngineConfig:
         for other, (value, only) in refused.items():
             if value != only:
                 raise InvalidArgument("enable_eplb", f"is on, and does not support {other} {value}; it must be {only}")
+
+    def _check_routed_experts(self) -> None:
+        """Reject options that conflict with returned experts, which are stored with the blocks of one device."""
+        if not self.model.enable_return_routed_experts:
+            return
+        refused: dict[str, tuple[object, object]] = {
+            "enable_eplb": (self.parallel.enable_eplb, False),
+            "enable_dp_attention": (self.parallel.enable_dp_attention, False),
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "kv_policy": (self.cache.kv_policy, "paged"),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+        }
+        if self.cache.store_option is not None:
+            refused[self.cache.store_option] = (self.cache.described_store(), None)
+        for other, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(
+                    "enable_return_routed_experts", f"is on, and does not support {other} {value}; it must be {only}"
+                )
 
     def _check_stages(self) -> None:
         """Reject options that conflict with layers in stages."""
@@ -488,11 +515,23 @@ def compile_cache_dir() -> Path | None:
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
         if "://" in chosen:
-            problem = f"{shorten(chosen)} is a URL: must be a folder, such as one that a bucket is mounted on"
+            problem = f"{shorten(chosen)} is a URL: must be a folder; JPAGED_CACHE_URL takes URLs"
             raise InvalidArgument("JPAGED_CACHE_DIR", problem)
         return Path(chosen) / "programs" if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "jpaged" / "programs"
+
+
+def compile_cache_url() -> str | None:
+    """Return the URL of object storage that servers share compiled programs in (JPAGED_CACHE_URL); None if not set.
+
+    Raises:
+        InvalidArgument: it is not a URL.
+    """
+    chosen = os.environ.get("JPAGED_CACHE_URL", "").strip()
+    if chosen and "://" not in chosen:
+        raise InvalidArgument("JPAGED_CACHE_URL", f"{shorten(chosen)} is not a URL; JPAGED_CACHE_DIR takes folders")
+    return chosen.rstrip("/") or None
 
 
 def compiler_environment_text() -> str:
@@ -527,6 +566,17 @@ def shows_traces() -> bool:
 def tpu_library() -> Path | None:
     """Return the libtpu.so named by TPU_LIBRARY_PATH, for processes that compile for TPUs."""
     return Path(path) if (path := os.environ.get("TPU_LIBRARY_PATH")) else None
+
+
+def mooncake_config_path() -> Path | None:
+    """Return the file of options of Mooncake Store (MOONCAKE_CONFIG_PATH); None if there is none."""
+    return Path(path) if (path := os.environ.get("MOONCAKE_CONFIG_PATH")) else None
+
+
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of a library that are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_tokenizers_on_their_thread() -> None:
@@ -596,3 +646,27 @@ def _template_start(text: str) -> str:
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process for a child, with these variables set."""
     return {**os.environ, **variables}
+
+
+class ConfigView:
+    """Values of a loaded model by vLLM's names, for code that reads them.
+
+    Args:
+        name: path of the object, for errors.
+        advice: what to use for other attributes.
+        lazy: attributes that are computed when they are first read.
+    """
+
+    def __init__(
+        self, name: str, advice: str, lazy: Mapping[str, Callable[[], Any]] | None = None, /, **values: Any
+    ) -> None:
+        self.__dict__.update(values, _name=name, _advice=advice, _lazy=dict(lazy or {}))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        if attribute in self._lazy:
+            self.__dict__[attribute] = value = self._lazy[attribute]()
+            return value
+        known = ", ".join(sorted({*vars(self), *self._lazy} - {"_name", "_advice", "_lazy"}))
+        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")

@@ -35,12 +35,20 @@ from jpaged.config import EngineConfig, ExpertBalanceOptions
 from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget
 from jpaged.device.compilation.compile import least_programs, program_specs, told
 from jpaged.device.compilation.executable_cache import kv_fingerprint
-from jpaged.device.compilation.lowering import ServerPrograms, sized_step
-from jpaged.device.compilation.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
+from jpaged.device.compilation.lowering import ServerPrograms, sized_step, takes_images
+from jpaged.device.compilation.memory_plan import (
+    DeviceMemory,
+    EncoderBytes,
+    MemoryPlan,
+    ProgramMemory,
+    memory_refusals,
+    plan_memory,
+)
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
+from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
     MeshPlacement,
     check_params,
@@ -65,7 +73,7 @@ from jpaged.device.speculative.dispatch import is_of_rounds, unpack_rounds
 from jpaged.device.speculative.drafter import DRAFT, build_drafter, draft_params_for, split_params
 from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import measure_rates
-from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, WholeHostBlocks, move_sizes
+from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, RoutePool, WholeHostBlocks, move_sizes
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
@@ -88,7 +96,7 @@ from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.kernels.lora import AdaptedMatrix
-from jpaged.kernels.sampling.cpu.feed import Feed
+from jpaged.kernels.sampling.cpu import Feed
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model, insert
@@ -381,6 +389,14 @@ def _delete(params: Params) -> None:
         leaf.delete()
 
 
+def _encoder_bytes(model: Model) -> EncoderBytes:
+    """Return the memory of a model's vision encoder."""
+    from jpaged.device.vision import encoder_bytes  # only of models that have one
+
+    assert model.config.vision is not None
+    return encoder_bytes(model.config.vision, model.dtype)
+
+
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used only by the engine thread.
 
@@ -388,6 +404,7 @@ class JaxExecutor:
         step: the traced step: the model, its kernels and its matmul backend.
         sleeper: releases the device memory; None with several processes, a draft model or EPLB.
         host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
+        routed_experts: reads the experts of tokens; None if they are not kept.
     """
 
     def __init__(
@@ -419,12 +436,14 @@ class JaxExecutor:
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
-        abstract = step.abstract_counts(0 if geometry.is_encoder else geometry.max_num_seqs)
-        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
-        zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-        counts = jax.jit(zeros, out_shardings=shardings)()
+        counts = _allocate_counts(step, 0 if geometry.is_encoder else geometry.max_num_seqs)
         abstract_load = step.abstract_expert_load()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
+        states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
+        served_pool = ServedPool(self._pool, states, abstract_load, routes)
+        self.routed_experts: RoutePool | None = None
+        if routes is not None and served_pool.routes is not None:
+            sizes = geometry.num_host_blocks, step.sparse_layers, len(step.model.config.layer_kinds)
+            self.routed_experts = RoutePool(served_pool.routes, routes, *sizes)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
@@ -434,10 +453,10 @@ class JaxExecutor:
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
         self.host_blocks: WholeHostBlocks | None = None
         if self._host.is_whole:
-            runner = self._runner
             place = BlockPlace(layout, NamedSharding(mesh, contents_spec(layout)))
             read = functools.partial(self._mover.read, programs=self._programs)
-            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params), place, read)
+            get_fingerprint = functools.partial(_get_fingerprint, step, self._runner)
+            self.host_blocks = WholeHostBlocks(self._host, get_fingerprint, place, read)
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(
@@ -507,7 +526,12 @@ class JaxExecutor:
         if draft is not None and smallest[0].draft is not None:
             params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
-        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
+        held_bytes = request.weight_bytes
+        if takes_images(model.config, options):
+            encoder = _encoder_bytes(model)
+            request = dataclasses.replace(request, encoder_bytes=encoder.total)
+            held_bytes += encoder.weights
+        memory = DeviceMemory.of(first_device(mesh), held_bytes, mesh.size * num_pools)
         least = least or (lambda value: value)
         probe_blocks = least(request.probe_blocks(memory))
 
@@ -600,6 +624,8 @@ class JaxExecutor:
             )
         if self._balancer is not None:
             self._balancer.start(self._runner.params, self.step)
+        if self.routed_experts is not None:
+            self.routed_experts.warm_up()
         self._programs.compile_rest(progress)
 
     def _record_steps(self, num_steps: int) -> None:
@@ -637,6 +663,8 @@ class JaxExecutor:
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
+            if self.routed_experts is not None:
+                self.routed_experts.run(moves)
             if self._drafter is not None:
                 self._drafter.move(moves)
 
@@ -861,3 +889,15 @@ def waits_for_all_programs(options: EngineConfig, mesh: Mesh) -> bool:
 def _require_alive(is_shut_down: bool) -> None:
     if is_shut_down:
         raise InternalError("the executor is shut down")
+
+
+def _allocate_counts(step: Step, num_rows: int) -> TokenCounts:
+    """Return the zero counts of sampled tokens for rows, on the step's devices."""
+    abstract = step.abstract_counts(num_rows)
+    shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+    zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def _get_fingerprint(step: Step, runner: ModelRunner) -> bytes:
+    return kv_fingerprint(step, runner.params)

@@ -42,7 +42,7 @@ from jpaged.engine.executor.io import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
-from jpaged.kernels.paged_attention.cuda.attention import TILE_PAIRS
+from jpaged.kernels.paged_attention.cuda import TILE_PAIRS
 from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import get_group, shared_rows
@@ -219,6 +219,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
         poolings_s=np.zeros(max_rows, np.int32),
         pair_starts_s=np.full(max_rows, geometry.max_model_len, np.int32),
         is_embed_t=np.zeros(num_padded, np.bool_),
+        rope_shifts_3t=np.zeros((3, num_padded), np.int32),
     )
 
 

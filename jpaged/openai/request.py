@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message
+from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message, text_in
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
@@ -51,7 +51,7 @@ _UNLIMITED = -1
 
 
 def messages_in(body: Mapping[str, Any]) -> ChatMessages:
-    """Return the conversation of a body, whose contents are strings or lists of text parts.
+    """Return the conversation of a body, whose contents are strings or lists of parts.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].content`.
@@ -186,11 +186,9 @@ VLLM: Mapping[str, Neutral] = {
     "return_weight_versions": _OFF,
     "return_mm_kwargs": hint(bool),
     "mm_payload": hint(str),
-    "routed_experts_prompt_start": only(0),
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
     "include_reasoning": _ON,
-    "thinking_token_budget": only(_UNLIMITED, advice="only chats have a reasoning budget"),
     "repetition_detection": never("use max_tokens, or repetition_penalty"),
     "truncation_side": only("left", advice="truncate_prompt_tokens keeps the last tokens"),
     "padding": only("do_not_pad", advice="inputs are never padded"),
@@ -664,10 +662,11 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     messages, options = messages_in(body), chat_options_in(body)
     prompt = Prompt(messages=messages, chat_options=options, truncation_side=truncation_side_in(body), **length)
     names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
+    body.pop("thinking_token_budget", None)  # read with the options
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names, defaults)
     last = messages[-1]
     role = "assistant" if options.add_generation_prompt else last["role"]
-    echoed = (last["content"] or "") if flag_in(body, "echo") and last["role"] == role else ""
+    echoed = text_in(last["content"]) if flag_in(body, "echo") and last["role"] == role else ""
     return Job(sampling, (prompt,), names=names, role=role, echoed=echoed, **_of_both(body))
 
 

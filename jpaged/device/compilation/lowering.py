@@ -159,6 +159,8 @@ def _sized_step(
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
         embed_width=(embed_width := _embed_width(config, options)),
+        has_rope_shifts=bool(embed_width) and config.has_rope_axes,
+        has_prompt_embeds=options.model.enable_prompt_embeds or not embed_width,
         embed_max=_largest_number(model.dtype) if embed_width else 0.0,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
@@ -184,8 +186,29 @@ def _sized_step(
         slots=_adapter_room(options.lora),
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
+        keeps_routes=_keeps_routes(options, config, groups),
     )
     return step, geometry
+
+
+def _keeps_routes(options: EngineConfig, config: ModelConfig, groups: KVGroups) -> bool:
+    """Return True if the pool has the experts of tokens.
+
+    Raises:
+        InvalidArgument: the model has no experts, or its pool no slot for each token of a sequence.
+    """
+    if not options.model.enable_return_routed_experts:
+        return False
+    reason = ""
+    if config.mixture is None or config.is_encoder:
+        reason = "generates no tokens" if config.is_encoder else "has no experts"
+    elif groups.windows[0] is not None:
+        reason = f"keeps the keys of at most {groups.windows[0]} tokens, and their experts are stored with them"
+    elif jax.process_count() > 1:
+        reason = "runs in several processes"
+    if reason:
+        raise InvalidArgument("enable_return_routed_experts", f"is on, but {config.architecture} {reason}")
+    return True
 
 
 def _pool_layout(
@@ -287,6 +310,12 @@ def _largest_number(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
+def takes_images(config: ModelConfig, options: EngineConfig) -> bool:
+    """Return True if requests may have images: the model has a vision encoder, and no option prevents its use."""
+    has_processes = (options.parallel.num_processes or 1) > 1
+    return bool(config.vision is not None and config.embed_width and not has_processes and not options.has_draft)
+
+
 def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
     """Return the width of the input embeddings that steps take; 0 without the option.
 
@@ -294,7 +323,7 @@ def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
         InvalidArgument: the model does not take any.
     """
     if not options.model.enable_prompt_embeds:
-        return 0
+        return config.embed_width if takes_images(config, options) else 0
     if config.is_encoder or not config.embed_width:
         reason = "generates nothing" if config.is_encoder else "has inputs of each layer that only tokens have"
         raise InvalidArgument("enable_prompt_embeds", f"True, but {config.architecture} {reason}")
@@ -411,9 +440,10 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     of_served: Any = of_pool
     states, load = step.abstract_states(geometry.num_state_slots), step.abstract_expert_load()
+    routes = step.abstract_routes
     experts = list(expert_arrays(params, step).values())
-    if states or load is not None:
-        pool = StatefulPool(pool, states, load)
+    if states or load is not None or routes is not None:
+        pool = StatefulPool(pool, states, load, routes)
         of_served = jax.tree.map(lambda struct: struct.sharding, pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)
