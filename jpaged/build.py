@@ -30,6 +30,7 @@ from jpaged.checkpoints.hub import (
     fingerprint,
     read_config,
     read_default_sampling,
+    read_json,
 )
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
@@ -60,8 +61,9 @@ from jpaged.engine.scheduler.multi_step import choose_bound_s
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window, describe_lossy_cache
 from jpaged.models.eagle import mtp_config
+from jpaged.models.hf_config import to_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
@@ -154,7 +156,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         one.warm_up(_get_progress(index, len(runs), progress))
     if leader is not None:
         leader.agree({})  # replicas in other processes are ready, too
-    _say([*executor.memory_plan.lines(), *streaming_llm.describe_lossy_cache(options)], progress)
+    _say([*executor.memory_plan.lines(), *describe_lossy_cache(options)], progress)
     resolved = _resolve(options, source.name, executor, model.dtype.name, places[0])
     whitespace = options.model.whitespace_pattern
     grammars = ServedGrammars(source.tokenizer, geometry.vocab_size, source.eos_token_ids, whitespace=whitespace)
@@ -418,7 +420,7 @@ def _place(
     source = replace(source, config=quantized_here(source.config, options.model.quantization))
     config = with_parallel_experts(source.config) if parallel.enable_expert_parallel else source.config
     config = with_dp_attention(config) if parallel.enable_dp_attention else config
-    config = served_config(streaming_llm.as_asked(config, options), options.model.linear_backend, meshes[0])
+    config = served_config(apply_lossy_window(config, options), options.model.linear_backend, meshes[0])
     dtype, reason = choose_dtype(options.model.dtype, config, first_device(meshes[0]).platform, source.folder)
     _say(() if reason is None else (reason,), progress)
     model = Model(config, dtype)
@@ -446,6 +448,13 @@ def _findings(source: ModelSource, executor: JaxExecutor, overrides: Mapping[str
         "kv_cache_dtype": name_of_kv_dtype(executor.step.layout.dtype),
         **sizes,
     }
+
+
+def read_hf_fields(options: ModelOptions) -> Mapping[str, object]:
+    """Return the fields of a model's config.json; those that say the same if its file is of llama.cpp."""
+    folder = find_model(options)
+    path = folder / "config.json"
+    return {**read_json(path), **options.overrides} if path.is_file() else to_hf(read_config(folder, options.overrides))
 
 
 def find_source(options: ModelOptions, *, starts_templates: bool = False) -> ModelSource:

@@ -21,9 +21,9 @@ from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
-from jpaged.build import build, ignore_progress
+from jpaged.build import build, ignore_progress, read_hf_fields
 from jpaged.chat import build_chat_options
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
+from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
@@ -34,6 +34,7 @@ from jpaged.sampling_params import (
     PROMPT_TOKENIZATION,
     PoolingParams,
     change_sampling,
+    check_tokenization,
     get_sampling_changes,
     python_names,
     with_defaults,
@@ -128,24 +129,6 @@ class ParsedPrompt(NamedTuple):
 
     prompt: Prompt
     cache_salt: str | None = None
-
-
-class ConfigView:
-    """Values of a loaded model by vLLM's names, for code that reads them.
-
-    Args:
-        name: path of the object, for errors.
-        advice: what to use for other attributes.
-    """
-
-    def __init__(self, name: str, advice: str, **values: Any) -> None:
-        self.__dict__.update(values, _name=name, _advice=advice)
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        known = ", ".join(sorted(name for name in vars(self) if not name.startswith("_")))
-        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")
 
 
 class GivenRequest(NamedTuple):
@@ -366,9 +349,11 @@ class LocalModel:
     def model_config(self) -> ConfigView:
         """The model's configuration by vLLM's names."""
         model, options = self._serving.model, self.config.model
+        advice = "`config` has the options of jpaged"
         return ConfigView(
             "model_config",
-            "`config` has the options of jpaged",
+            advice,
+            {"hf_config": lambda: ConfigView("hf_config", advice, **read_hf_fields(options))},
             model=options.model,
             served_model_name=model.name,
             tokenizer=options.tokenizer or options.model,
@@ -396,7 +381,11 @@ class LocalModel:
             num_gpu_blocks=geometry.num_blocks,
             cache_dtype=options.cache.kv_cache_dtype,
             enable_prefix_caching=options.cache.enable_prefix_caching,
+            gpu_memory_utilization=options.cache.memory_utilization,
         )
+        limits = {name: getattr(options.lora, name) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")}
+        has_adapters = options.lora.enable_lora or bool(options.lora.lora)
+        lora = ConfigView("lora_config", advice, **limits) if has_adapters else None
         scheduler = ConfigView(
             "scheduler_config",
             advice,
@@ -407,9 +396,8 @@ class LocalModel:
         names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
         sizes = {name: getattr(options.parallel, name) for name in names}
         configs = {"cache_config": cache, "scheduler_config": scheduler, "model_config": self.model_config}
-        return ConfigView(
-            "vllm_config", advice, **configs, parallel_config=ConfigView("parallel_config", advice, **sizes)
-        )
+        parallel = ConfigView("parallel_config", advice, **sizes)
+        return ConfigView("vllm_config", advice, **configs, lora_config=lora, parallel_config=parallel)
 
     def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
         """Raise Unsupported: the engine has no worker processes."""
@@ -828,7 +816,8 @@ def change_prompt(prompt: Prompt, tokenization_kwargs: Mapping[str, Any] | None)
     Raises:
         InvalidArgument: a value is invalid.
     """
-    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name in PROMPT_TOKENIZATION}
+    given = check_tokenization(tokenization_kwargs)
+    changes = {name: value for name, value in given.items() if name in PROMPT_TOKENIZATION}
     for name, value in changes.items():
         if value not in PROMPT_TOKENIZATION[name]:
             raise InvalidArgument(f"tokenization_kwargs.{name}", f"{value!r} is not one of {PROMPT_TOKENIZATION[name]}")

@@ -24,7 +24,7 @@ from jpaged.kernels.cuda_library import TARGET
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update
 from jpaged.kernels.paged_attention.cascade import CascadeRows, cascade_attention_update
-from jpaged.kernels.paged_attention.cuda.attention import choose_division
+from jpaged.kernels.paged_attention.cuda import choose_division
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.gpu.work import choose_tiling
 from jpaged.kernels.paged_attention.spec import AttentionCall

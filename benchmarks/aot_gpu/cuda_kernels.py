@@ -23,7 +23,7 @@ from benchmarks.aot_gpu.gate import MARGIN
 from jpaged.kernels.cpu.build import find_headers
 from jpaged.kernels.cuda_library import LIBRARY, compile_library, find_nvcc
 from jpaged.kernels.matmul.triton.grouped import STORED
-from jpaged.kernels.paged_attention.cpu.attention import NUMBERS
+from jpaged.kernels.paged_attention.cpu import NUMBERS
 
 NAME = "cuda_kernels"
 ARCHITECTURES = ("80", "86", "89", "90", "100", "120")

@@ -36,8 +36,7 @@ from benchmarks.record import save
 from jpaged import json_text
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import reference
-from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention import cpu, reference
 from jpaged.kernels.paged_attention.measure import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall, AttentionSpec, RaggedRows
 

@@ -30,7 +30,7 @@ from jpaged.device.model_runner import unpack_rows
 from jpaged.device.sampling import SamplingVocabulary, sample
 from jpaged.engine.executor import Detail, SamplingInputs
 from jpaged.kernels.sampling import RowSampling
-from jpaged.kernels.sampling.cpu.sampling import CpuSampling, kernel
+from jpaged.kernels.sampling.cpu import CpuSampling, kernel
 
 NUM_TURNS = 7
 LEAST_TURN_S = 0.004

@@ -22,8 +22,8 @@ from jpaged.device.model_runner import unpack_rows
 from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels import cuda_library
+from jpaged.kernels.cuda_library import unsupported_gpu_reason
 from jpaged.kernels.experts import ExpertsBackend, ExpertWeights, Routes, sorted_rows, sum_experts
-from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.matmul.on_device import kernel_takes, multiply_on_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize, quantize, rows_on_device
 from jpaged.kernels.matmul.triton.grouped import ProductBackend, multiply_one, multiply_sorted

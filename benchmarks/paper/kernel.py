@@ -21,7 +21,7 @@ from benchmarks.paper.table import Table
 from benchmarks.record import machine
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention import cpu
 from jpaged.kernels.paged_attention.spec import AttentionCall, AttentionSpec, RaggedRows
 
 _NUM_HEADS, _HEAD_DIM = 40, 128

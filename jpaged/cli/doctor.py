@@ -423,7 +423,7 @@ def _find_devices() -> dict[str, Any]:
 def _find_kernels() -> dict[str, Any]:
     from jpaged.kernels.cpu.build import LIBRARY
     from jpaged.kernels.matmul.multiply import kernel as product
-    from jpaged.kernels.paged_attention.cpu.attention import kernel as attention
+    from jpaged.kernels.paged_attention.cpu import kernel as attention
 
     of_attention, of_products = attention(), product()
     if isinstance(of_attention, str) or isinstance(of_products, str):

@@ -341,7 +341,7 @@ def _build_sampling(given: tuple[Any, ...]) -> inference_pb2.SamplingParams:
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all tokens are kept either way
     values["stop_token_ids"] = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
-    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"):
         if name in values:
             values[name] = checked_int32(f"sampling.{name}", values[name])
     values["logprob_token_ids"] = checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
@@ -588,7 +588,7 @@ def _view_bytes(array: Any) -> NDArray[np.uint8]:
     """Return the bytes of an array of NumPy or JAX, or of a tensor of PyTorch, in host memory."""
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().reshape(-1)
-        bits: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()  # NumPy lacks some of its types
+        bits: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()  # NumPy lacks some types of PyTorch
         return bits
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -57,6 +57,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
+    "MOONCAKE_CONFIG_PATH": "JSON file with options of the KV connector MooncakeStoreConnector",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
     "XLA_CLIENT_MEM_FRACTION": "share of each GPU's memory for JAX's allocator; jpaged sets it to 0.95",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "deprecated name of XLA_CLIENT_MEM_FRACTION",
@@ -551,6 +552,17 @@ def tpu_library() -> Path | None:
     return Path(path) if (path := os.environ.get("TPU_LIBRARY_PATH")) else None
 
 
+def mooncake_config_path() -> Path | None:
+    """Return the file of options of Mooncake Store (MOONCAKE_CONFIG_PATH); None if there is none."""
+    return Path(path) if (path := os.environ.get("MOONCAKE_CONFIG_PATH")) else None
+
+
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of a library that are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def keep_tokenizers_on_their_thread() -> None:
     """Make the tokenizers library use the calling thread: a few long texts would occupy the whole thread pool."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -618,3 +630,27 @@ def _template_start(text: str) -> str:
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process for a child, with these variables set."""
     return {**os.environ, **variables}
+
+
+class ConfigView:
+    """Values of a loaded model by vLLM's names, for code that reads them.
+
+    Args:
+        name: path of the object, for errors.
+        advice: what to use for other attributes.
+        lazy: attributes that are computed when they are first read.
+    """
+
+    def __init__(
+        self, name: str, advice: str, lazy: Mapping[str, Callable[[], Any]] | None = None, /, **values: Any
+    ) -> None:
+        self.__dict__.update(values, _name=name, _advice=advice, _lazy=dict(lazy or {}))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        if attribute in self._lazy:
+            self.__dict__[attribute] = value = self._lazy[attribute]()
+            return value
+        known = ", ".join(sorted({*vars(self), *self._lazy} - {"_name", "_advice", "_lazy"}))
+        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")

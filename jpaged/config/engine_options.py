@@ -285,8 +285,9 @@ class CacheOptions:
         option(
             None,
             "KV connector for offloaded prefix-cache blocks, as a JSON object with vLLM's keys: kv_connector (the "
-            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options); "
-            "kv_connector jax: data port for the roles prefill and decode (docs/roles.md)",
+            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options); kv_connector "
+            "MooncakeStoreConnector: memory of a fleet (docs/tiers.md); jax: data port for the roles prefill and "
+            "decode (docs/roles.md)",
         ),
         ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
     )

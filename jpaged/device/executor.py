@@ -41,6 +41,7 @@ from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
+from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
     MeshPlacement,
     check_params,
@@ -88,7 +89,7 @@ from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import num_mask_words
 from jpaged.errors import InternalError, InvalidArgument, JpagedError, Unsupported
 from jpaged.kernels.lora import AdaptedMatrix
-from jpaged.kernels.sampling.cpu.feed import Feed
+from jpaged.kernels.sampling.cpu import Feed
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter
 from jpaged.models.model import Model, insert
@@ -420,10 +421,7 @@ class JaxExecutor:
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
-        abstract = step.abstract_counts(0 if geometry.is_encoder else geometry.max_num_seqs)
-        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
-        zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-        counts = jax.jit(zeros, out_shardings=shardings)()
+        counts = _allocate_counts(step, 0 if geometry.is_encoder else geometry.max_num_seqs)
         abstract_load = step.abstract_expert_load()
         states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
         served_pool = ServedPool(self._pool, states, abstract_load, routes)
@@ -440,10 +438,10 @@ class JaxExecutor:
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
         self.host_blocks: WholeHostBlocks | None = None
         if self._host.is_whole:
-            runner = self._runner
             place = BlockPlace(layout, NamedSharding(mesh, contents_spec(layout)))
             read = functools.partial(self._mover.read, programs=self._programs)
-            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params), place, read)
+            get_fingerprint = functools.partial(_get_fingerprint, step, self._runner)
+            self.host_blocks = WholeHostBlocks(self._host, get_fingerprint, place, read)
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(
@@ -871,3 +869,15 @@ def waits_for_all_programs(options: EngineConfig, mesh: Mesh) -> bool:
 def _require_alive(is_shut_down: bool) -> None:
     if is_shut_down:
         raise InternalError("the executor is shut down")
+
+
+def _allocate_counts(step: Step, num_rows: int) -> TokenCounts:
+    """Return the zero counts of sampled tokens for rows, on the step's devices."""
+    abstract = step.abstract_counts(num_rows)
+    shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+    zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def _get_fingerprint(step: Step, runner: ModelRunner) -> bytes:
+    return kv_fingerprint(step, runner.params)

@@ -53,7 +53,7 @@ from jpaged.engine.executor.io import (
 )
 from jpaged.errors import InternalError, Unavailable
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention.cpu.attention import blank_pool
+from jpaged.kernels.paged_attention.cpu import blank_pool
 from jpaged.kernels.recurrence import StatefulPool
 from jpaged.models.layers import Params
 from jpaged.models.lora import HostAdapter

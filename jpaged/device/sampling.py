@@ -52,8 +52,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpaged.engine.executor import BEYOND_TOKENS, TOP_WIDTH, Detail, SamplingInputs
-from jpaged.kernels.sampling import RowSampling, SampledTokens, SamplingKernel, noise
-from jpaged.kernels.sampling.rows import SMALLEST
+from jpaged.kernels.sampling import RowSampling, SampledTokens, SamplingKernel
+from jpaged.kernels.sampling.rows import SMALLEST, exponentials, get_exponentials
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Num
@@ -366,9 +366,9 @@ def _sample(
     scaled_rv = logits_rv / jnp.where(is_greedy_r1, 1, jnp.maximum(how.temperature_r[:, None], SMALLEST))
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r
     if vocabulary.axis is None:
-        waits_rv = noise.exponentials(*key, vocabulary.size)
+        waits_rv = exponentials(*key, vocabulary.size)
     else:
-        waits_rv = noise.get_exponentials(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
+        waits_rv = get_exponentials(*key, vocabulary.ids(logits_rv.shape[1]), vocabulary.size)
     is_kept_rv = scaled_rv >= truncation_floor(scaled_rv, how, vocabulary, stages)
     noisy_rv = jnp.where(is_kept_rv, scaled_rv - jnp.log(waits_rv), -jnp.inf)
     return first_largest(jnp.where(is_greedy_r1, logits_rv, noisy_rv), vocabulary)

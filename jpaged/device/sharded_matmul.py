@@ -51,8 +51,8 @@ from jpaged.device.mesh import (
     on_shards,
     partition_spec,
 )
+from jpaged.kernels.cuda_library import unsupported_gpu_reason
 from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
-from jpaged.kernels.lowered_device import unsupported_gpu_reason
 from jpaged.kernels.matmul import QuantizedMatrix
 from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
 from jpaged.kernels.matmul.triton.grouped import choose_backend

@@ -42,7 +42,7 @@ from jpaged.engine.executor.io import CascadeCosts
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
-from jpaged.kernels.paged_attention.cuda.attention import TILE_PAIRS
+from jpaged.kernels.paged_attention.cuda import TILE_PAIRS
 from jpaged.kernels.paged_attention.gpu.work import TILE_ROWS
 from jpaged.kernels.paged_attention.reference import CHUNK_TOKENS, TILE_QUERIES
 from jpaged.kernels.paged_attention.triton.work import get_group, shared_rows

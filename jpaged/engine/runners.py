@@ -35,10 +35,11 @@ from jpaged.engine.executor import (
 )
 from jpaged.engine.executor.aux_io import AuxOutputs
 from jpaged.engine.results import ResultProcessor
-from jpaged.engine.scheduler.aux_inputs import StepAux, build_aux_inputs
 from jpaged.engine.scheduler.decode_batch import StepKind
 from jpaged.engine.scheduler.output import (
     SchedulerOutput,
+    StepAux,
+    build_aux_inputs,
     build_ending_ids,
     build_num_left,
     build_sampling_inputs,

@@ -4,8 +4,7 @@ attention_kind.py  the attention of a layer
 mixture_kind.py    routing and gates of a mixture of experts
 matrix_format.py   formats of quantized matrices
 kv_layout.py       layout of keys and values in the pool
-lowered_device.py  the device that a program is lowered for, GPUs with kernels, and availability of Pallas Triton
-cuda_library.py    the library of all CUDA kernels: its compilation, and the check that it fits
+cuda_library.py    GPUs with kernels; the library of all CUDA kernels: its compilation, and the check that it fits
 qkv_rope.py        splitting of the QKV projection, and RoPE, on TPUs
 recurrence.py      states of recurrent layers, the short convolution, the delta rule and Mamba-2
 experts/           mixtures of experts

@@ -3,6 +3,8 @@
 nvcc is part of jax's CUDA packages (`jax[cuda13]`), and requires a C++ compiler. It needs no GPU:
 
     python -m jpaged.kernels.cuda_library
+
+Also the checks whether a GPU has kernels, and whether this jax has Pallas Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +25,31 @@ import jax
 from jpaged.kernels.cpu import build
 from jpaged.kernels.cpu.build import BuildError
 from jpaged.kernels.cpu.library import OTHER_SOURCES, read_symbol
-from jpaged.kernels.lowered_device import unsupported_gpu_reason
+
+_MIN_CAPABILITY = (8, 0)
+
+
+def unsupported_gpu_reason(device: jax.Device) -> str | None:
+    """Return why a device is no NVIDIA GPU since Ampere, or None."""
+    if device.platform != "gpu":
+        return f"runs on NVIDIA GPUs since Ampere (sm_80); this is a {device.platform}"
+    capability = str(device.compute_capability)
+    numbers = capability.split(".")
+    if not all(number.isdigit() for number in numbers):
+        return f"runs on NVIDIA GPUs; this is {device.device_kind}, {capability}"
+    if tuple(map(int, numbers)) < _MIN_CAPABILITY:
+        return f"runs on Ampere (sm_80) and later; this is {device.device_kind}, sm_{capability.replace('.', '')}"
+    return None
+
+
+_TRITON = "jax.experimental.pallas.triton"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return True if this jax has the compiler; jax has announced its removal."""
+    return importlib.util.find_spec(_TRITON) is not None
+
 
 SHARED = build.KERNELS / "cuda"
 """The folder of the header that all kernels share, and of the library."""

@@ -155,8 +155,8 @@ class StatefulPool:
         states: for each array of a layer, `[L, N, ...]`: all recurrent layers and slots.
         expert_load: int32 `[G, L, D, P]`: rows that each physical expert has computed, by the device that routed them;
             None if experts are not balanced. Layers have their places in the pool.
-        routes: the experts of each token, `[N + 1, B, L * K]`, in the slots of its keys; L are the layers with experts.
-            While layers run, `StepRoutes`. None if they are not returned.
+        routes: the experts of each token, `[N + 1, B, L * K]`, in the slots where its keys are; L are the layers with
+            experts. While layers run, `StepRoutes`. None if they are not returned.
     """
 
     kv: Any
@@ -202,7 +202,7 @@ class StepRoutes:
 
 
 def record_routes(carry: Any, ids_tk: jax.Array, group: int, layer: jax.Array) -> Any:
-    """Return the carry with the experts of a layer's rows, and with the rows in the load of its physical experts.
+    """Return the carry with the experts of a layer's rows, and with the rows in the load of the physical experts.
 
     For the load, each device counts the rows that it routed, so devices exchange nothing.
 

@@ -43,7 +43,7 @@ from jpaged.device.step_sizes import DeviceAttention
 from jpaged.engine.executor import Progress
 from jpaged.errors import InternalError, InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window
 from jpaged.models.eagle import is_mtp, mtp_config
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
@@ -151,7 +151,7 @@ def _adjusted(config: ModelConfig, question: Question, options: EngineConfig) ->
     config = quantized_here(config, str(question.options.get("quantization", "auto")))
     config = with_parallel_experts(config) if options.parallel.enable_expert_parallel else config
     config = with_dp_attention(config) if options.parallel.enable_dp_attention else config
-    return streaming_llm.as_asked(config, options)
+    return apply_lossy_window(config, options)
 
 
 def answer(question: Question, progress: Progress) -> CompiledPlan:

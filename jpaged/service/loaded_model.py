@@ -335,7 +335,7 @@ class WeightUpload:
         del self._header[_HEADER_BYTES + size :]
         places, num_data_bytes = _read_places(bytes(self._header[_HEADER_BYTES:]))
         if len(rest) > num_data_bytes:
-            raise InvalidArgument("data", f"has more than the {num_data_bytes} bytes of its tensors")
+            raise InvalidArgument("data", f"has more than the {num_data_bytes} bytes of the tensors")
         self._check({name: np.broadcast_to(np.zeros((), one[0]), one[1]) for name, one in places.items()})
         data = np.empty(num_data_bytes, np.uint8)
         data[: len(rest)] = rest

@@ -524,7 +524,7 @@ class Service:
             self._close_upload(upload)
 
     async def send_weights(self, name: str, offset: int, part: bytes) -> int:
-        """Add a part of the weights that a client sends under a name of its own; return the bytes that have arrived.
+        """Add a part of the weights that a client sends under its upload id; return the bytes that have arrived.
 
         A name that is new begins them. A client that sends nothing for a minute has given up.
 

@@ -177,7 +177,7 @@ class FakeHostBlocks:
 
 @dataclass(slots=True)
 class FakeRoutes:
-    """Implements `jpaged.engine.executor.RoutedExperts`: a token's experts are bytes of the digest of its prefix."""
+    """Implements `jpaged.engine.executor.RoutedExperts`: a token's experts are bytes from the digest of the prefix."""
 
     pool: NDArray[np.int64]
     block_size: int

@@ -31,7 +31,7 @@ from jpaged.device.compilation.lowering import abstract_serving
 from jpaged.device.mesh import MESH_AXES, build_mesh
 from jpaged.device.step import forward_packing
 from jpaged.kernels import cuda_library
-from jpaged.kernels.lowered_device import has_triton
+from jpaged.kernels.cuda_library import has_triton
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.api import choose

@@ -39,7 +39,7 @@ from jpaged.kernels.kv_layout import KVForm
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.kernels.sampling import choose_kernel
 from jpaged.models.config import Quantization
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.plan.known_models import KNOWN_MODELS
@@ -103,7 +103,7 @@ LOSSY = {**OPTIONS, "lossy_kv_window": 256}
 
 def model_of(options: EngineConfig) -> Model:
     """Llama-3-8B, exact or lossy."""
-    return Model(streaming_llm.as_asked(KNOWN_MODELS["llama-3-8b"].config, options), jnp.dtype("bfloat16"))
+    return Model(apply_lossy_window(KNOWN_MODELS["llama-3-8b"].config, options), jnp.dtype("bfloat16"))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, LOSSY], ids=["exact", "lossy"])

@@ -121,6 +121,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "smg_grpc_proto": {"server"},
     "llguidance": {"service"},
     "lm_eval": {"evaluation"},
+    "mooncake": {"engine"},
     "tunix": {"tunix"},
     "pyarrow": {"client"},
     "ray": set(),

@@ -55,7 +55,7 @@ def write_mixed(case: TinyCase, folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
-@pytest.mark.thinned(17)
+@pytest.mark.thinned(35)
 def test_a_checkpoint_comes_back_bit_by_bit(case: TinyCase, tmp_path: Path) -> None:
     stored = write_mixed(case, tmp_path / "once")
     convert_folder(tmp_path / "once", tmp_path / "orbax", TO_ORBAX)

@@ -88,6 +88,7 @@ def test_blocks_arrive_however_they_are_split(
 
 
 @pytest.mark.parametrize(("theirs", "ours", "first"), [(4, 8, 0), (8, 4, 0), (4, 8, 1), (4, 6, 0)])
+@pytest.mark.thinned(3)
 def test_blocks_arrive_in_another_size(
     ports: tuple[JaxBlockPort, JaxBlockPort], theirs: int, ours: int, first: int
 ) -> None:

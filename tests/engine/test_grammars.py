@@ -72,7 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(9)
 def test_tokens_are_those_of_one_step_at_a_time(way, seed):
     h, expected = harness(**WAYS[way]), {}
     for number, (prompt, fields) in enumerate(requests_of(seed)):
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_one_step_at_a_time(way, seed):
 @pytest.mark.parametrize("num_blocks", [64, 14])
 @pytest.mark.parametrize("num_steps", [2, 5, 16])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 def test_tokens_are_the_same_where_several_steps_are_decided_at_once(seed, num_steps, num_blocks, overlap, kind):
     """Some have a choice everywhere, and go several steps; rows end on the way, and others come."""
     h = harness(executor=kind, num_scheduler_steps=num_steps, num_blocks=num_blocks, overlap=overlap)

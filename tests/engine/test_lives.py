@@ -22,14 +22,14 @@ DRAFTED_WINDOWS = ((None,), (None, 5), (None, 12, 2))
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_lives_in_a_short_memory_sample_every_token_as_if_alone(first):
     for seed in range(first, first + 10):
         Life(seed).run()
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(9)
 def test_lives_of_models_whose_layers_see_unequally_far(windows):
     for seed in range(2000, 2006):
         Life(seed, windows).run()

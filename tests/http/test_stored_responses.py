@@ -497,6 +497,15 @@ async def test_a_store_that_is_off_says_so() -> None:
             await client.responses.create(**SHORT, input="one", background=True)
 
 
+async def test_the_size_of_the_store_is_in_mib() -> None:
+    large = {f"key {number}": "x" * 512 for number in range(16)}
+    async with running(http_port=0, max_response_storage=16 / 1024) as harness, client_of(harness) as client:
+        small = await client.responses.create(**SHORT, input="one")
+        assert (await client.responses.retrieve(small.id)).id == small.id
+        with pytest.raises(openai.APIStatusError, match="max_response_storage"):
+            await client.responses.create(**SHORT, input="one", background=True, metadata=large)
+
+
 async def test_a_conversation_of_stored_turns_has_the_limit_of_a_body() -> None:
     executor = FakeExecutor(num_blocks=4096, max_model_len=1024)
     async with (

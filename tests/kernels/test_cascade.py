@@ -199,7 +199,7 @@ def test_a_soft_cap_is_kept() -> None:
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", ["samples_decode", "chunks_take_part", "nothing_shared"])
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(13)
 def test_an_update_stores_the_new_keys(
     name: str, is_fused: bool, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from jpaged.errors import Unsupported
 from jpaged.kernels.cpu import build, library
-from jpaged.kernels.paged_attention import Queries
+from jpaged.kernels.paged_attention import Queries, cpu
 from jpaged.kernels.paged_attention.api import implementation
-from jpaged.kernels.paged_attention.cpu import attention as cpu
 from tests.forking import PYTEST, forks
 from tests.kernels.attention_conformance import RAGGED, PagedAttentionConformance, Shape, make_case
 
@@ -509,8 +508,8 @@ import sys, pathlib
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.matmul import multiply
 from jpaged.kernels import recurrence
-from jpaged.kernels.paged_attention.cpu import attention
-from jpaged.kernels.sampling.cpu import sampling
+from jpaged.kernels.paged_attention import cpu as attention
+from jpaged.kernels.sampling import cpu as sampling
 build.LIBRARY = pathlib.Path(sys.argv[1])
 kernels = {"matmul": multiply.kernel, "sampling": sampling.kernel, "attention": attention.kernel}
 kernels["recurrence"] = recurrence.unsupported_cpu_reason

@@ -192,6 +192,7 @@ def test_8_bits_saturate(dtype: str, largest: int) -> None:
     ("form", "num_kv_heads", "num_shards", "dtype"),
     [("cpu", 2, 1, "float32"), ("gpu", 2, 2, "float32"), ("tpu", 2, 1, "bfloat16"), ("tpu", 4, 4, "bfloat16")],
 )
+@pytest.mark.thinned(3)
 def test_whole_blocks_are_moved_in_all_layers(form: Any, num_kv_heads: int, num_shards: int, dtype: str) -> None:
     """Blocks 4 and 1 to where 2 and 5 were; what was to go to the null block goes nowhere.
 

@@ -18,9 +18,8 @@ from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.cpu import build
 from jpaged.kernels.cpu.library import MAX_WIDTH
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, paged_attention_update
-from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.kernels.paged_attention.cpu.attention import CpuKernel
+from jpaged.kernels.paged_attention import AttentionSpec, RaggedRows, cpu, paged_attention_update
+from jpaged.kernels.paged_attention.cpu import CpuKernel
 from jpaged.kernels.paged_attention.measure import SHAPES
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.conftest import QUICK_XLA_OPTIONS

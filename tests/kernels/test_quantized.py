@@ -110,6 +110,7 @@ def test_an_embedding_gives_rows_and_multiplies_by_all_of_them(name: str) -> Non
     ],
 )
 @pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.thinned(3)
 def test_rows_are_rounded_as_the_matrix_asks(
     form: MatrixFormat, num_groups: int, is_static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,7 @@ def test_mamba_has_the_same_bits_in_every_cut_and_company(step: Apply) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.thinned(2)
 def test_the_kernel_of_cpus_has_the_same_bits_in_every_cut_and_company(step: Apply, rule: str) -> None:
     check_bits(step, rule, KERNELS["cpu"])
 
@@ -215,6 +216,7 @@ def test_rows_of_every_length_equal_the_recurrence_in_float64(step: Apply, rule:
 
 @pytest.mark.parametrize("decays", [(6,), (6, 7)], ids=["heads", "channels"])
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx2", "cpu-baseline"])
+@pytest.mark.thinned(5)
 def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str, decays: tuple[int, ...]) -> None:
     """The depth is no multiple of the sums at once, and columns fill neither a vector nor a strip."""
     rng = np.random.default_rng(3)
@@ -233,6 +235,7 @@ def test_states_of_odd_sizes_equal_the_recurrence_in_float64(name: str, decays: 
 
 
 @pytest.mark.parametrize("rule", ["delta", "mamba", pytest.param("channels", marks=pytest.mark.long)])
+@pytest.mark.thinned(2)
 def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply, rule: str) -> None:
     """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""
     rng = np.random.default_rng(2)

@@ -19,6 +19,7 @@ from jpaged.kernels.experts import route
 from jpaged.kernels.mixture_kind import Routing
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import QueryScale
+from jpaged.models.decoder.shared_kv import _as_large
 from jpaged.models.hf_config import from_hf, to_hf
 from jpaged.models.model import Model
 from jpaged.models.registry import find_family
@@ -488,3 +489,11 @@ NUM_PARAMS = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read_whole(name: str) -> None:
     assert num_params(from_hf(PUBLISHED[name])) // 10**9 == NUM_PARAMS[name]
+
+
+def test_each_row_is_scaled_to_the_size_of_its_own_row():
+    rows_te, like_te = (np.random.default_rng(seed).normal(size=(3, 8)).astype(np.float32) for seed in range(2))
+    like_te *= np.array([[1], [10], [100]], np.float32)
+    scaled_te = np.asarray(_as_large(jnp.asarray(rows_te), jnp.asarray(like_te)))
+    np.testing.assert_allclose(np.square(scaled_te).mean(axis=1), np.square(like_te).mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(scaled_te / rows_te, (scaled_te / rows_te)[:, :1].repeat(8, axis=1), rtol=1e-5)

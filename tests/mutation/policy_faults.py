@@ -260,7 +260,7 @@ POLICY_FAULTS = (
     ),
     Fault(
         "a sequence that outgrows the short RoPE keeps its KV",
-        "kv_cache/long_rope.py",
+        "scheduler/decode_batch.py",
         "            sequence.switch_to_long_rope(self._length)\n            self._memory.rewind(sequence)\n",
         "            sequence.rope_len = self._length + 1\n",
         OUTGROWING,

@@ -75,6 +75,7 @@ SAMPLING: dict[str, Any] = {
     "sampling_logprobs": True,
     "prompt_logprobs": -1,
     "truncate_prompt_tokens": 12,
+    "thinking_token_budget": 6,
     "structured_outputs": StructuredOutputs(choice=["a", "b"], always_complete=True),
     "routed_experts_prompt_start": 3,
 }

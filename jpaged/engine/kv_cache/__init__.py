@@ -8,8 +8,7 @@ prefix_cache.py  prefix cache over the device pool and host memory
 connector.py     KV connectors: protocol for third parties, and the guard around them
 offload/         offload of cached prefixes: host memory, connectors, other servers
 events.py        KV cache events: blocks stored and removed
-long_rope.py     LongRoPE: sequences whose keys are recomputed past a length
-swapper.py       preemption by swapping groups to host memory
+swapper.py       preemption by swapping groups to host memory; prefetch from it for a waiting prompt
 pinned.py        named prefixes that are never evicted
 contiguous.py    baselines that reserve a contiguous run of blocks
 """

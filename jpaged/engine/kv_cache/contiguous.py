@@ -25,8 +25,8 @@ from jpaged.engine.kv_cache.blocks import BlockCopyPlan
 from jpaged.engine.kv_cache.interface import MemoryUse, RankPlacement, Shares
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.offload.host import HostTier
-from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
 from jpaged.engine.kv_cache.prefix_cache import PinnedForRead
+from jpaged.engine.kv_cache.swapper import HostPrefetcher
 from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.errors import InternalError
 from jpaged.pool import BlockFlags

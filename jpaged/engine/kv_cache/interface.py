@@ -11,9 +11,8 @@ from jpaged.engine.executor import I32
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, MemoryCounts, StateSlots
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.offload.host import HostTier
-from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
 from jpaged.engine.kv_cache.prefix_cache import PinnedForRead, PrefixCacheManager
-from jpaged.engine.kv_cache.swapper import PoolLimiter, SlidingWindows, Swapper
+from jpaged.engine.kv_cache.swapper import HostPrefetcher, PoolLimiter, SlidingWindows, Swapper
 from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.pool import BlockFlags
 

@@ -25,9 +25,8 @@ from jpaged.engine.kv_cache.eviction.policies import Eviction
 from jpaged.engine.kv_cache.interface import KVCacheManager, MemoryUse, RankPlacement, Shares
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
 from jpaged.engine.kv_cache.offload.host import HostTier
-from jpaged.engine.kv_cache.offload.host_prefetch import HostPrefetcher
 from jpaged.engine.kv_cache.prefix_cache import PinnedForRead, PrefixCacheManager, PrefixMatch
-from jpaged.engine.kv_cache.swapper import PoolLimiter, SlidingWindows, Swapper, Tables
+from jpaged.engine.kv_cache.swapper import HostPrefetcher, PoolLimiter, SlidingWindows, Swapper, Tables
 from jpaged.engine.sequence import Sequence, SequenceGroup
 from jpaged.errors import Unsupported
 from jpaged.pool import BlockFlags

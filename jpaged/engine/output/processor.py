@@ -26,8 +26,7 @@ from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.executor.aux_io import AuxOutputs, Truncation, compute_entropy
 from jpaged.engine.executor.verbs import RoutedExperts
 from jpaged.engine.output.beam import Beam, BeamSearch
-from jpaged.engine.scheduler.aux_inputs import AuxRequest, StepAux
-from jpaged.engine.scheduler.output import SampledRows
+from jpaged.engine.scheduler.output import AuxRequest, SampledRows, StepAux
 from jpaged.engine.sequence import Sequence, SequenceGroup, collected_one_each
 from jpaged.engine.stats import DEADLINE, ERROR
 from jpaged.engine.tokenizer import NoTokenizer, Tokenizer

@@ -40,9 +40,8 @@ import numpy as np
 from jpaged.config import PreemptionMode, SchedulerOptions
 from jpaged.engine.executor import BEYOND_TOKENS, DeviceRates, Geometry
 from jpaged.engine.kv_cache.interface import KVCacheManager, Shares
-from jpaged.engine.kv_cache.long_rope import LongRopeRecompute
 from jpaged.engine.lora import LoRASlots
-from jpaged.engine.scheduler.decode_batch import PersistentDecodeBatch, commit_full_blocks
+from jpaged.engine.scheduler.decode_batch import LongRopeRecompute, PersistentDecodeBatch, commit_full_blocks
 from jpaged.engine.scheduler.multi_step import MultiStepPolicy, PrefillBudget, choose_bound_s
 from jpaged.engine.scheduler.output import ScheduledRow, SchedulerOutput, padded_for_ranks
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status, has_unknown_tokens

@@ -4,7 +4,7 @@ reference.py  a matrix with its adapters; the specification and the default: one
 cpu/          the kernel that reads only adapters in use
 """
 
-from jpaged.kernels.lora.cpu.lora import loaded
+from jpaged.kernels.lora.cpu import loaded
 from jpaged.kernels.lora.reference import AdaptedMatrix, adapt, joined_vectors, scaled
 
 __all__ = ["AdaptedMatrix", "adapt", "joined_vectors", "loaded", "scaled"]

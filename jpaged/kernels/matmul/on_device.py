@@ -29,9 +29,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
 
-from jpaged.kernels.lowered_device import lowered_device
 from jpaged.kernels.matmul import tpu
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, StackedMatrix, multiply, rows_on_device
 from jpaged.kernels.matmul.triton.form import get_kind, get_lanes
@@ -171,3 +170,10 @@ def parts_on_device(x_tk: jax.Array, matrix: jax.Array) -> int:
     if device is None or device.platform != "gpu":
         return 1
     return parts_of_depth(len(x_tk), len(matrix), math.prod(matrix.shape[1:]))
+
+
+def lowered_device() -> AbstractDevice | None:
+    """Return the one device of the program or its part; None if it is unknown, or XLA partitions the program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_divided = math.prod(mesh.shape[name] for name in mesh.auto_axes) > 1
+    return None if is_divided else mesh.abstract_device

@@ -28,9 +28,7 @@ import numpy as np
 from jpaged.config import Backend
 from jpaged.errors import Unsupported
 from jpaged.kernels.kv_layout import KVForm, KVLayout
-from jpaged.kernels.paged_attention import reference
-from jpaged.kernels.paged_attention.cpu import attention as cpu
-from jpaged.kernels.paged_attention.cuda import attention as cuda
+from jpaged.kernels.paged_attention import cpu, cuda, reference
 from jpaged.kernels.paged_attention.gpu import attention as gpu
 from jpaged.kernels.paged_attention.spec import (
     Attended,

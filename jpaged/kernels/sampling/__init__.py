@@ -1,7 +1,6 @@
 """Sampling of tokens in one call, if one device has all logits.
 
-rows.py     inputs and outputs of sampling
-noise.py    random numbers as a function of seed, sequence and position
+rows.py     inputs and outputs of sampling; random numbers as a function of seed, sequence and position
 cpu/        the kernel for CPUs: one row after the other, in one or two passes over its logits
 tpu/        the kernel for TPUs: groups of rows, which are read once and stay on the chip
 
@@ -11,7 +10,7 @@ tpu/        the kernel for TPUs: groups of rows, which are read once and stay on
 from __future__ import annotations
 
 from jpaged.config import Backend
-from jpaged.kernels.sampling.cpu import sampling as cpu
+from jpaged.kernels.sampling import cpu
 from jpaged.kernels.sampling.rows import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 
 __all__ = ["FedSamplingKernel", "RowSampling", "SampledTokens", "SamplingKernel", "choose_kernel"]

@@ -1,7 +1,6 @@
 """The decoder that most families use: norms, attention, a feed-forward and two sums, as configured.
 
-config.py         its shape: all options of a family
-streaming_llm.py  a model that drops old tokens from the cache
+config.py         its shape: all options of a family; a model that drops old tokens from the cache
 modules.py        one layer with a feed-forward or experts, and the modules around the layers
 recurrent.py      recurrent layers, and attention with gates
 shared_kv.py      layers that attend to the keys of earlier layers, and inputs of each layer

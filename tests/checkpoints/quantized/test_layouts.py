@@ -81,7 +81,7 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(11)
 def test_a_checkpoint_has_the_weights_that_its_layout_says(layout: LayoutCase, tmp_path: Path) -> None:
     case = case_of(layout)
     plain = write_quantized(case, layout, tmp_path / "quantized")

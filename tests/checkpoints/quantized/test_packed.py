@@ -19,6 +19,7 @@ NAMES = ("gptq_desc_act", "awq", "w8a8", "w8a8_static", "w4a16_asymmetric", "dee
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.thinned(3)
 def test_what_is_packed_computes_what_the_weights_do(name: str, tmp_path: Path) -> None:
     """Rows of int8 are those that XLA makes; rows of fp8 stay as they are, which is nearer to the weights."""
     layout = next(layout for layout in LAYOUTS if layout.name == name)

@@ -15,7 +15,7 @@ from jpaged.device.compilation.lowering import program_lowerings, sized_step
 from jpaged.device.linear import params_for
 from jpaged.device.mesh import MeshPlacement, build_mesh
 from jpaged.engine.executor import Detail
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window
 from jpaged.models.model import Model
 from jpaged.models.stack import LayerMode
 from tests.device import tiny_model
@@ -61,7 +61,7 @@ def test_a_second_pass_over_first_tokens_copies_no_pool(num_tokens: int) -> None
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     options = EngineConfig.load({**given, "lossy_kv_window": 20, "attention_backend": "xla"})
     model, mesh = tiny_model.model("float32"), build_mesh(jax.devices()[:1])
-    model = dataclasses.replace(model, config=streaming_llm.as_asked(model.config, options))
+    model = dataclasses.replace(model, config=apply_lossy_window(model.config, options))
     step, geometry = sized_step(model, options, "scan", 2000, mesh)
     params = MeshPlacement.of(model, mesh, "scan").abstract_params()
     executable = program_lowerings(step, params, geometry)[ProgramSpec("forward", num_tokens)]().compile()

@@ -17,7 +17,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.engine.executor import Detail
 from jpaged.errors import InternalError, InvalidArgument
-from jpaged.kernels.paged_attention.cpu import attention as cpu
+from jpaged.kernels.paged_attention import cpu
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
 

@@ -14,7 +14,8 @@ from jpaged.device import sampling
 from jpaged.device.mesh import LOGITS_SPEC, MODEL_AXIS, build_mesh, on_shards
 from jpaged.device.sampling import SamplingVocabulary
 from jpaged.engine.executor import Detail
-from jpaged.kernels.sampling import RowSampling, SampledTokens, noise
+from jpaged.kernels.sampling import RowSampling, SampledTokens
+from jpaged.kernels.sampling.rows import exponentials, get_exponentials
 from tests.device.step.sampling_oracle import Params
 from tests.device.step.test_sampling import V, random_logits, row_sampling, unsound_rows
 
@@ -118,7 +119,7 @@ def test_every_number_of_devices_sees_which_rows_are_not_sound(detail: Detail) -
 def test_noise_of_some_tokens_is_that_of_all(vocab_size: int) -> None:
     how = row_sampling(ROWS)
     key = how.seeds_r2, how.sequence_indices_r, how.positions_r
-    whole = np.asarray(noise.exponentials(*key, vocab_size))
+    whole = np.asarray(exponentials(*key, vocab_size))
     for begin in range(0, vocab_size, 5):
         ids = jnp.arange(begin, min(begin + 5, vocab_size))
-        np.testing.assert_array_equal(noise.get_exponentials(*key, ids, vocab_size), whole[:, begin : begin + 5])
+        np.testing.assert_array_equal(get_exponentials(*key, ids, vocab_size), whole[:, begin : begin + 5])

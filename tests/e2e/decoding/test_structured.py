@@ -89,7 +89,7 @@ def test_two_hundred_schemas_are_kept(llm: LLM) -> None:
     check_schemas(llm, range(1000, 1200))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 def test_every_kind_of_constraint_is_kept(llm: LLM, kind: str) -> None:
     outputs = dataclasses.replace(CONSTRAINTS[kind], always_complete=kind != "structural_tag")

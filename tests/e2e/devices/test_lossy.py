@@ -15,7 +15,7 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, RequestTooLong, Unsupported
 from jpaged.llm import LLM, TokensPrompt
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.service.kv_protocol import get_facts
@@ -42,7 +42,7 @@ def write_long(name: str, folder: Path, max_position_embeddings: int = 1024) -> 
 def expected(folder: Path, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
     """Greedy tokens of the model with dense attention under the mask."""
     published = from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    config = streaming_llm.as_asked(published, EngineConfig.load({**LOSSY, **options}))
+    config = apply_lossy_window(published, EngineConfig.load({**LOSSY, **options}))
     model = Model(config, np.dtype("float32"))
     params = load_params(model, folder, "loop")
     end = len(prompt) + num_tokens
@@ -207,12 +207,12 @@ def test_windows_of_its_own_that_no_sequence_fills_are_none() -> None:
     """Phi-3's windows are longer than some of its contexts, and hide nothing there."""
     published = from_hf(tiny_case("phi3").config)  # a window of 11
     options = {"lossy_kv_window": 4, "lossy_kv_sinks": 2}
-    config = streaming_llm.as_asked(published, EngineConfig.load({**options, "max_model_len": 11}))
+    config = apply_lossy_window(published, EngineConfig.load({**options, "max_model_len": 11}))
     assert {(kind.sliding_window, kind.num_sink_tokens) for kind in config.attention_kinds} == {(4, 2)}
     with pytest.raises(
         InvalidArgument, match="lossy_kv_window: 4: Phi3ForCausalLM has layers with their own windows of 11 tok"
     ):
-        streaming_llm.as_asked(published, EngineConfig.load({**options, "max_model_len": 12}))
+        apply_lossy_window(published, EngineConfig.load({**options, "max_model_len": 12}))
 
 
 def test_a_model_of_one_kind_of_attention_is_refused(tmp_path: Path) -> None:

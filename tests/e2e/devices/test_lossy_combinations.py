@@ -22,7 +22,7 @@ from jpaged.checkpoints.weights import load_params
 from jpaged.config import EngineConfig
 from jpaged.demo import FOLDER
 from jpaged.llm import LLM, TokensPrompt
-from jpaged.models.decoder import streaming_llm
+from jpaged.models.decoder.config import apply_lossy_window
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from jpaged.structured import StructuredOutputs
@@ -70,7 +70,7 @@ class Dense:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         published = from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        self._model = Model(streaming_llm.as_asked(published, EngineConfig.load(options)), np.dtype("float32"))
+        self._model = Model(apply_lossy_window(published, EngineConfig.load(options)), np.dtype("float32"))
         self._params = load_params(self._model, folder, "loop")
 
     def logprobs(self, token_ids: Sequence[int], prompt_len: int) -> np.ndarray:

@@ -12,8 +12,8 @@ import jax
 
 from jpaged.kernels import cuda_library as library
 from jpaged.kernels.cpu import build
+from jpaged.kernels.paged_attention import cuda
 from jpaged.kernels.paged_attention.api import implementation
-from jpaged.kernels.paged_attention.cuda import attention as cuda
 from jpaged.kernels.paged_attention.spec import AttentionCall
 from tests.conftest import QUICK_XLA_OPTIONS
 

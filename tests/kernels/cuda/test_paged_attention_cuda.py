@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
+from jpaged.kernels import cuda_library
 from jpaged.kernels import cuda_library as library
-from jpaged.kernels import lowered_device
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.cpu import build
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, choose
+from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, choose, cuda
 from jpaged.kernels.paged_attention.api import implementation
-from jpaged.kernels.paged_attention.cuda import attention as cuda
-from jpaged.kernels.paged_attention.cuda.attention import CudaItemField, CudaMergeField
+from jpaged.kernels.paged_attention.cuda import CudaItemField, CudaMergeField
 from jpaged.kernels.paged_attention.spec import AttentionCall, merge
 from tests.kernels import attention_oracle as oracle
 from tests.kernels.attention_conformance import (
@@ -352,12 +351,12 @@ def test_a_jax_without_triton_gets_these_kernels_if_they_were_built(monkeypatch:
     monkeypatch.setattr(library, "missing_reason", lambda: None)
     assert choose("auto", device, layout, queries).backend == "pallas-triton"
     assert choose("cuda", device, layout, queries).backend == "cuda"
-    monkeypatch.setattr(lowered_device, "_TRITON", "jax.experimental.pallas.no_triton")
-    lowered_device.has_triton.cache_clear()
+    monkeypatch.setattr(cuda_library, "_TRITON", "jax.experimental.pallas.no_triton")
+    cuda_library.has_triton.cache_clear()
     assert choose("auto", device, layout, queries).backend == "cuda"
     monkeypatch.setattr(library, "missing_reason", lambda: "not built")
     chosen = choose("auto", device, layout, queries)
-    lowered_device.has_triton.cache_clear()
+    cuda_library.has_triton.cache_clear()
     assert chosen.backend == "xla"
     assert chosen.passed_over[-1] == ("cuda", "not built")
 

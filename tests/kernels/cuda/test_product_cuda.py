@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.kernels import cuda_library
 from jpaged.kernels import cuda_library as library
-from jpaged.kernels import lowered_device
 from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, sum_experts
 from jpaged.kernels.experts.sorted_rows import takes_all
 from jpaged.kernels.matmul import quantized
@@ -239,10 +239,10 @@ def test_what_the_kernel_does_not_take_is_said(shape: tuple[int, ...], values: A
 def test_a_jax_without_triton_gets_this_kernel_if_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unusable_reason", lambda: None)
     assert grouped.choose_backend() == "triton"
-    monkeypatch.setattr(lowered_device, "_TRITON", "jax.experimental.pallas.no_triton")
-    lowered_device.has_triton.cache_clear()
+    monkeypatch.setattr(cuda_library, "_TRITON", "jax.experimental.pallas.no_triton")
+    cuda_library.has_triton.cache_clear()
     found = grouped.choose_backend()
     monkeypatch.setattr(library, "unusable_reason", lambda: "not built")
     without = grouped.choose_backend()
-    lowered_device.has_triton.cache_clear()
+    cuda_library.has_triton.cache_clear()
     assert (found, without) == ("cuda", None)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.kernels import lora, matmul
-from jpaged.kernels.lora.cpu.lora import CpuLora
+from jpaged.kernels.lora.cpu import CpuLora
 
 Adapt = Callable[[jax.Array, jax.Array, lora.AdaptedMatrix], np.ndarray]
 # `out` of the matrix, its groups of columns, and columns of each part.

@@ -100,7 +100,7 @@ def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(13)
 def test_products_are_those_of_the_weights_in_float64(limited: ProductKernel, name: str, dtype: str) -> None:
     form = FORMATS[name]
     for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):
@@ -111,6 +111,7 @@ def test_products_are_those_of_the_weights_in_float64(limited: ProductKernel, na
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "mxfp4", "fp8"])
+@pytest.mark.thinned(5)
 def test_every_code_is_its_number(limited: ProductKernel, kind: Any) -> None:
     """A column for each place of a lane, whose codes begin with another one; rows that take one number each."""
     dtype, depth = MatrixFormat(kind).dtype, 256
@@ -240,7 +241,7 @@ def test_listed_groups_of_several_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.thinned(19)
+@pytest.mark.thinned(37)
 def test_neither_the_batch_nor_the_threads_show_in_a_single_bit(limited: ProductKernel, name: str, dtype: str) -> None:
     depth = 160 if FORMATS[name].group_size is None else 192
     matrix, x = pack(quantize(numbers((depth, 200), "float32"), FORMATS[name])), numbers((200, depth), dtype, 1)
@@ -257,7 +258,7 @@ ROUNDED = [name for name in FORMATS if not name.startswith("fp8") and name != "i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*ROUNDED, "int8 large groups"])
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(13)
 def test_int8_activations_are_rounded_by_spans(limited: ProductKernel, name: str, dtype: str) -> None:
     form = FORMATS.get(name, MatrixFormat("int8", 96))
     for depth, width, num_rows in ((192, 33, 14), (384, 64, 1)) if form.group_size else ((3, 1, 3), (301, 40, 14)):
@@ -283,6 +284,7 @@ def with_isa() -> Iterator[Callable[[str], str]]:
 
 
 @pytest.mark.parametrize("name", [*ROUNDED, "int8 large groups"])
+@pytest.mark.thinned(3)
 def test_int8_activations_have_the_same_bits_with_every_instruction_set(
     name: str, with_isa: Callable[[str], str]
 ) -> None:

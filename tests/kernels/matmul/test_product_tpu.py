@@ -134,6 +134,7 @@ def test_parts_of_columns_stay_apart() -> None:
 
 
 @pytest.mark.parametrize(("name", "is_static"), [("int4 rows", True), ("mxfp4", False), ("fp8 blocks", False)])
+@pytest.mark.thinned(2)
 def test_each_row_meets_its_own_matrix_alone(name: str, is_static: bool) -> None:
     """A matrix without rows, one with more than a tile, and rows behind those that are counted."""
     counts, matrices = np.array([3, 0, 40, 1], np.int32), matrices_of(name, (4, DEPTH, COLUMNS))

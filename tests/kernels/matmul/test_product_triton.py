@@ -81,7 +81,7 @@ IN_FLOAT16 = [pytest.param(name, jnp.float16, marks=pytest.mark.long) for name i
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, jnp.bfloat16) for name in FORMATS), ("int4 groups", jnp.float32), *IN_FLOAT16]
 )
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(9)
 def test_rows_of_one_matrix_are_multiplied_with_what_it_stands_for(name: str, dtype: Any) -> None:
     matrix = jax.tree.map(lambda array: array[0], matrices_of(name, 1, dtype))
     x = jnp.asarray(normal((19, DEPTH), 1), dtype)
@@ -153,6 +153,7 @@ def test_parts_of_the_depth_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (5,), (1, 2, 3), (16, 0, 17, 1), (0, 0, 64)], ids=str)
+@pytest.mark.thinned(3)
 def test_tiles_are_the_rows_of_each_matrix_in_turn(counts: tuple[int, ...]) -> None:
     rows, want, first = sum(counts) + 3, [], 0
     for matrix, count in enumerate(counts):
@@ -231,7 +232,7 @@ def test_gpus_take_the_kernel_where_numbers_would_be_made_weights(
 
 @pytest.mark.parametrize("name", ["int4", "int4 groups", "int4 rows", "mxfp4", "fp8 blocks"])
 @pytest.mark.parametrize("split", ["depth", "columns"])
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(11)
 def test_two_devices_multiply_with_a_part_each(name: str, split: str) -> None:
     depth, out = 256, (2, 26)
     whole = quantize(normal((depth, *out)), FORMATS[name], dtype=np.dtype(jnp.bfloat16))

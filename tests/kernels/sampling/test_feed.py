@@ -13,8 +13,7 @@ import pytest
 from jpaged.engine.executor import Detail, StepDirective
 from jpaged.engine.executor.io import MASK_BITS, num_mask_words
 from jpaged.kernels.sampling import RowSampling, SampledTokens
-from jpaged.kernels.sampling.cpu.feed import Feed
-from jpaged.kernels.sampling.cpu.sampling import CpuSampling
+from jpaged.kernels.sampling.cpu import CpuSampling, Feed
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 from tests.kernels.sampling.test_sampling_cpu import (
     NUM_ROWS,

@@ -18,7 +18,7 @@ from jpaged.device.model_runner import unpack_rows
 from jpaged.engine.executor import BANNED_WIDTH, BEYOND_TOKENS, Detail, SamplingInputs
 from jpaged.kernels.cpu import build, library
 from jpaged.kernels.sampling import RowSampling, SampledTokens, choose_kernel
-from jpaged.kernels.sampling.cpu.sampling import kernel
+from jpaged.kernels.sampling.cpu import kernel
 from tests.device.step.test_sampling import kernel_of_cpus, run_sampling
 
 NUM_ROWS = 24

@@ -299,6 +299,7 @@ def test_two_cores_have_one_row_or_none() -> None:
         ([3, 3, 3, 3, 3, 3], 3, [0, 2, 4, 6]),
     ],
 )
+@pytest.mark.thinned(3)
 def test_cores_have_as_many_items_as_rows_allow(items: list[int], num_cores: int, begins: list[int]) -> None:
     before = np.concatenate([[0], np.cumsum(items), [sum(items)] * 2]).astype(np.int32)  # and two rows that are unused
     np.testing.assert_array_equal(lists.shares(jnp.asarray(before), num_cores), begins)

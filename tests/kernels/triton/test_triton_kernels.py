@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import Unsupported
-from jpaged.kernels import lowered_device
+from jpaged.kernels import cuda_library
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention
@@ -196,11 +196,11 @@ def test_devices_before_ampere_are_refused(device: Any, reason: str | None) -> N
 
 
 def test_a_jax_without_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowered_device, "_TRITON", "jax.experimental.pallas.no_triton")
-    lowered_device.has_triton.cache_clear()
+    monkeypatch.setattr(cuda_library, "_TRITON", "jax.experimental.pallas.no_triton")
+    cuda_library.has_triton.cache_clear()
     device: Any = Device("gpu", "NVIDIA L4", "8.9")
     reason = triton.unsupported_device_reason(device)
-    lowered_device.has_triton.cache_clear()
+    cuda_library.has_triton.cache_clear()
     assert reason == f"requires Pallas Triton, which jax {jax.__version__} does not have"
 
 

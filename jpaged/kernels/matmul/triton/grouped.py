@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels import cuda_library
-from jpaged.kernels.lowered_device import has_triton
+from jpaged.kernels.cuda_library import has_triton
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, multiplies_fp8, rows_on_device
 from jpaged.kernels.matmul.triton import form as forms
 from jpaged.kernels.matmul.triton.form import ProductForm, choose_form, list_tiles, split_depth

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.cuda_library import has_triton, unsupported_gpu_reason
 from jpaged.kernels.kv_layout import KVLayout
-from jpaged.kernels.lowered_device import has_triton, unsupported_gpu_reason
 from jpaged.kernels.paged_attention.spec import Attended, AttentionCall, ContextPart, Queries
 from jpaged.kernels.paged_attention.triton.work import Cut, choose_cut, get_group, latent_bytes, plan
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.kernels.sampling.noise import threefry_2x32
+from jpaged.kernels.sampling.rows import threefry_2x32
 
 LANES = 128
 ROWS = 8

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from jpaged.kernels.sampling import noise
-from jpaged.kernels.sampling.rows import SMALLEST, RowSampling, SampledTokens
+from jpaged.kernels.sampling.rows import SMALLEST, RowSampling, SampledTokens, row_keys
 from jpaged.kernels.sampling.tpu import kernel
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _fields(how: RowSampling, vocab_size: int) -> Int[Array, "R 128"]:
     left_out_r = 1 - how.top_p_r
     # All tokens further below together weigh less than the share that top_p excludes; the margin is a factor of e.
     reach_r = jnp.where(left_out_r >= _REACHABLE, jnp.log(vocab_size / left_out_r) + 1, jnp.inf)
-    key_high_r1, key_low_r1 = noise.row_keys(how.seeds_r2, how.sequence_indices_r, how.positions_r)
+    key_high_r1, key_low_r1 = row_keys(how.seeds_r2, how.sequence_indices_r, how.positions_r)
     fields = {
         "temperature": jnp.where(is_greedy_r, 1, jnp.maximum(how.temperature_r, SMALLEST)),
         "is_greedy": is_greedy_r.astype(jnp.int32),

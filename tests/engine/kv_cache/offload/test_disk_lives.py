@@ -83,7 +83,7 @@ def _step_and_work(harness, workers, step):
     return did_something
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("windows", [(None,), *WINDOWS[:2], STREAMING[0]])
 def test_a_few_lives(tmp_path, windows):
     num_tokens = 0

@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.engine.executor import Move
-from jpaged.engine.kv_cache.offload import host_prefetch as nearing_module
+from jpaged.engine.kv_cache import swapper
 from jpaged.testing import FakeExecutor, expected_tokens, seeing
 from tests.engine.harness import Harness
 from tests.engine.lives import WINDOWS, Life
@@ -40,7 +40,7 @@ def put_into_host_memory(h, *prompts):
 
 
 def bound(monkeypatch, h, num_blocks):
-    monkeypatch.setattr(nearing_module, "MAX_BYTES", num_blocks * h.executor.geometry.bytes_per_block)
+    monkeypatch.setattr(swapper, "MAX_PREFETCH_BYTES", num_blocks * h.executor.geometry.bytes_per_block)
     h.executor.swapped_in = []
 
 
@@ -114,6 +114,6 @@ def test_of_a_window_comes_what_is_seen(monkeypatch):
 @pytest.mark.parametrize("windows", [(None,), *WINDOWS])
 @pytest.mark.parametrize("first", range(0, 6, 2))
 def test_lives_are_the_same_however_little_a_step_brings(monkeypatch, first, windows):
-    monkeypatch.setattr(nearing_module, "MAX_BYTES", 1)
+    monkeypatch.setattr(swapper, "MAX_PREFETCH_BYTES", 1)
     for seed in range(first, first + 2):
         Life(seed, windows).run()
