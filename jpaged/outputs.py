@@ -246,7 +246,7 @@ class Completions:
             reasoning_content="".join(delta.reasoning_content for delta in deltas),
             tool_calls=ChatAnswer.of(piece for delta in deltas for piece in delta.tool_calls).tool_calls,
             weight_versions=last.weight_versions,
-            routed_experts=join_experts([delta.routed_experts for delta in deltas]),
+            routed_experts=None if last.routed_experts is None else join_experts(d.routed_experts for d in deltas),
         )
 
 
