@@ -211,9 +211,10 @@ $(RAY)/.installed: $(STAMP)
 	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[ray]" --constraint $(CONSTRAINTS)
 	@touch $@
 
-ray: $(RAY)/.installed ## start the Ray Serve application on this machine, and a batch that loses a worker
+ray: $(RAY)/.installed ## start the Ray Serve application on this machine, and batches that lose a worker
 	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check.py
 	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check_batch.py
+	@cd deploy/ray && JAX_PLATFORMS=cpu RAY_USAGE_STATS_ENABLED=0 $(abspath $(RAY))/bin/python check_processor.py
 
 # In an environment of its own: the harness brings fifty packages, and its own models PyTorch.
 $(LM_EVAL)/.installed: $(STAMP)

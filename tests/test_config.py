@@ -15,6 +15,7 @@ from jpaged.config import (
     KVTransferOptions,
     SchedulerOptions,
     compile_cache_dir,
+    compile_cache_url,
     iter_options,
     platform_default,
     server_field_names,
@@ -191,8 +192,18 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     assert compile_cache_dir() is None
     monkeypatch.setenv("JPAGED_CACHE_DIR", "gs://bucket/cache")
-    with pytest.raises(InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder"):
+    with pytest.raises(
+        InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder; JPAGED_CACHE_URL"
+    ):
         compile_cache_dir()
+    assert compile_cache_url() is None
+    monkeypatch.setenv("JPAGED_CACHE_URL", "gs://bucket/cache/")
+    assert compile_cache_url() == "gs://bucket/cache"
+    monkeypatch.setenv("JPAGED_CACHE_URL", "/folder")
+    with pytest.raises(
+        InvalidArgument, match=r"^JPAGED_CACHE_URL: /folder is not a URL; JPAGED_CACHE_DIR takes folders"
+    ):
+        compile_cache_url()
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache_dir() == tmp_path / "jpaged" / "programs"
