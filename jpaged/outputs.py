@@ -204,8 +204,7 @@ class Completions:
         self._prompt_logprobs += delta.prompt_logprobs
         self._embedding = delta.embedding or self._embedding
         has_more = delta.token_ids or delta.text or delta.reasoning_content or delta.tool_calls
-        has_more = has_more or delta.routed_experts is not None
-        if not has_more and delta.finish is None and not delta.is_last:
+        if not has_more and delta.routed_experts is None and delta.finish is None and not delta.is_last:
             return
         self._deltas.setdefault(delta.index, []).append(delta)
         self._last = delta
