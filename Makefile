@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=3              processes that run the tests (default: one more than cores, at most 16); 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, fleet, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,6 +27,7 @@ AOT_NEWEST := $(VENV)/aot-newest
 RAY := $(VENV)/ray
 LM_EVAL := $(VENV)/lm-eval
 TUNIX := $(VENV)/tunix
+FLEET := $(VENV)/fleet
 CALLERS := $(VENV)/callers
 CLIENTS := $(VENV)/callers-clients
 LOAD := $(VENV)/callers-load
@@ -70,7 +71,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix fleet callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -239,6 +240,18 @@ $(TUNIX)/.installed: $(STAMP)
 
 tunix: $(TUNIX)/.installed ## GRPO by tunix with the engine as its sampler: the same log-probabilities on both sides
 	@JAX_PLATFORMS=cpu $(TUNIX)/bin/python -m benchmarks.rl.tunix_grpo $(ARGS)
+
+# In a separate environment: the machine needs libraries for Mooncake that pip does not install.
+$(FLEET)/.installed: $(STAMP)
+	@echo "==> installing jpaged and Mooncake into $(FLEET)"; rm -rf $(FLEET); $(BIN)/python -m venv $(FLEET)
+	@$(FLEET)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --editable ".[mooncake]" \
+	    --constraint $(CONSTRAINTS)
+	@$(FLEET)/bin/python -c 'import mooncake.store' || { \
+	    echo "Mooncake needs libraries of the system: apt-get install libibverbs1 libnuma1 liburing2"; exit 1; }
+	@touch $@
+
+fleet: $(FLEET)/.installed ## fleets over gRPC, jax transfer and Mooncake Store: equal tokens, rates, a killed master
+	@JAX_PLATFORMS=cpu $(FLEET)/bin/python -m benchmarks.roles.fleet $(ARGS)
 
 # In an environment of its own, without jpaged: what others wrote calls our HTTP face, unmodified. PyTorch's CPU wheel is a
 # tenth of the other; where pip does not find it, PIP_EXTRA_INDEX_URL names who has it.

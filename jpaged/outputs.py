@@ -36,6 +36,7 @@ from jpaged.types import (
     SequenceDelta,
     TokenLogprob,
     Usage,
+    join_experts,
 )
 
 __all__ = [
@@ -203,6 +204,7 @@ class Completions:
         self._prompt_logprobs += delta.prompt_logprobs
         self._embedding = delta.embedding or self._embedding
         has_more = delta.token_ids or delta.text or delta.reasoning_content or delta.tool_calls
+        has_more = has_more or delta.routed_experts is not None
         if not has_more and delta.finish is None and not delta.is_last:
             return
         self._deltas.setdefault(delta.index, []).append(delta)
@@ -244,6 +246,7 @@ class Completions:
             reasoning_content="".join(delta.reasoning_content for delta in deltas),
             tool_calls=ChatAnswer.of(piece for delta in deltas for piece in delta.tool_calls).tool_calls,
             weight_versions=last.weight_versions,
+            routed_experts=join_experts([delta.routed_experts for delta in deltas]),
         )
 
 
@@ -296,6 +299,7 @@ class _PartialSequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     last: SequenceDelta | None = None
+    routed_experts: list[NDArray[Any] | None] = field(default_factory=list)
     num_chars: int = 0
     num_tokens: int = 0
 
@@ -305,6 +309,8 @@ class _PartialSequence:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.last = delta
+        if delta.routed_experts is not None:
+            self.routed_experts.append(delta.routed_experts)
 
     def output(self, index: int, *, is_delta: bool, has_logprobs: bool, lora: LoRARequest | None) -> CompletionOutput:
         """Return the sequence so far, or what is new since the last call."""
@@ -321,6 +327,7 @@ class _PartialSequence:
             matched_stop=None if finish is None else finish.matched_stop,
             lora_request=lora,
             weight_versions=() if self.last is None else self.last.weight_versions,
+            routed_experts=None if finish is None else join_experts(self.routed_experts),
         )
 
 

@@ -34,6 +34,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_THINKING_TOKENS = 2**31 - 1
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOP_N_SIGMA = 100.0
@@ -109,6 +110,7 @@ _NO_EDITS: Mapping[str, object] = {
     "structured_outputs": None,
 }
 """Fields that change logits, with their neutral values."""
+_NOT_WITH_SAMPLING_LOGPROBS = {**_NO_EDITS, "min_tokens": 0, "thinking_token_budget": None}
 
 
 _SAMPLING = "sampling."
@@ -165,7 +167,6 @@ class RequestOutputKind(enum.Enum):
 
 _LOGITS_PROCESSORS = "use logit_bias, allowed_token_ids, bad_words, structured_outputs or a penalty"
 _NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "thinking_token_budget": ((None, -1), "LLM.chat has the option reasoning={'thinking_token_budget': ...}"),
     "flat_logprobs": ((None, False), "log-probabilities are mappings from token ids"),
     "repetition_detection": ((None,), "use a penalty or a stop string"),
     "extra_args": ((None, {}), "plugins, which would read them, are not loaded"),
@@ -174,7 +175,6 @@ _NOT_SUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
     "prompt_logprob_start": ((None, 0), "prompt_logprobs returns all positions"),
     "watermarking": ((None, False), "outputs are not watermarked"),
-    "routed_experts_prompt_start": ((None, 0), "responses do not have the experts of tokens"),
     "trace_decode_token_ids": ((None,), "use LLM.score_continuations for the log-probabilities of given tokens"),
 }
 """Parameters of vLLM that would change the result: values without an effect, and the reason or an alternative."""
@@ -215,6 +215,8 @@ class SamplingParams:
         sampling_logprobs: also return each token's log-probability in the distribution that it was sampled from, after
             temperature and truncation, and the entropy of the model's distribution.
         prompt_logprobs: as logprobs, for the prompt's tokens.
+        thinking_token_budget: maximum tokens of thinking, after which its closing tag is generated; those after the
+            prompt's last opening tag count. None or -1 for no limit.
         truncate_prompt_tokens: keep only the last N prompt tokens; -1 keeps what fits into max_model_len.
         stop: texts that end a sequence; not part of the output.
         stop_token_ids: tokens that end a sequence; the token id is returned, its text is not.
@@ -231,6 +233,7 @@ class SamplingParams:
         priority: lower values run first, under the scheduling policy `priority`.
         cache_salt: prefixes are shared only between requests with the same salt.
         use_prefix_cache: if False, neither use the prefix cache nor add to it.
+        routed_experts_prompt_start: first prompt tokens that `routed_experts` leaves out, if the engine returns them.
         output_kind: content of each output of `AsyncLLM` and `LLMEngine`; not sent to a server.
     """
 
@@ -300,6 +303,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = param(
         None, "number of prompt tokens to keep, from the end; -1 keeps as many as max_model_len allows"
     )
+    thinking_token_budget: int | None = param(
+        None,
+        "maximum tokens of thinking, after which its closing tag is generated; those after the prompt's last opening "
+        "tag count. None or -1 for no limit",
+    )
     stop: Sequence[str] = param((), "stop strings that end the sequence; they are never part of the output")
     stop_token_ids: Sequence[int] = param(
         (), "stop token ids that end the sequence; the token is reported, its text is not"
@@ -332,13 +340,15 @@ class SamplingParams:
     cache_salt: str = param("", "share cached prefixes only with requests that have the same salt")
     use_prefix_cache: bool = param(True, "False: neither read nor write the prefix cache")
 
+    routed_experts_prompt_start: int = param(
+        0, "first prompt tokens to leave out of the returned experts, of servers with --enable-return-routed-experts"
+    )
     _: KW_ONLY
     output_kind: RequestOutputKind = param(RequestOutputKind.CUMULATIVE, "content of each output of a stream")
     skip_reading_prefix_cache: InitVar[bool | None] = None
     spaces_between_special_tokens: InitVar[bool | None] = None
     skip_clone: InitVar[bool | None] = None
     stream_interval: InitVar[int | None] = None
-    thinking_token_budget: InitVar[int | None] = None
     flat_logprobs: InitVar[bool | None] = None
     repetition_detection: InitVar[Any] = None
     extra_args: InitVar[Mapping[str, Any] | None] = None
@@ -347,7 +357,6 @@ class SamplingParams:
     prompt_logprob_token_ids: InitVar[Any] = None
     prompt_logprob_start: InitVar[int | None] = None
     watermarking: InitVar[bool | None] = None
-    routed_experts_prompt_start: InitVar[int | None] = None
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
     def __post_init__(
@@ -447,6 +456,12 @@ class SamplingParams:
         kept = self.truncate_prompt_tokens
         is_ok = kept is None or (_is_int(kept) and (kept >= 1 or kept == -1))
         _require(is_ok, "truncate_prompt_tokens", kept, "an integer >= 1, or -1")
+        budget = self.thinking_token_budget
+        if budget is not None:
+            limit = f"an integer from 0 to {MAX_THINKING_TOKENS}, or -1 for no limit"
+            is_ok = _is_int(budget) and -1 <= budget <= MAX_THINKING_TOKENS
+            _require(is_ok, "thinking_token_budget", budget, limit)
+            self.thinking_token_budget = None if budget == -1 else budget
 
     def _check_number(self, name: str, low: float, high: float, limit: str) -> None:
         value = getattr(self, name)
@@ -536,6 +551,7 @@ class SamplingParams:
         _require(self.n <= self.beam_width, "n", self.n, f"at most beam_width ({self.beam_width})")
         _require(self.temperature in (0.0, 1.0), "temperature", self.temperature, "0 or 1 with beam_width")
         unused: dict[str, object] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, "best_of": None, **_NO_EDITS}
+        unused["thinking_token_budget"] = None
         for name, unset in unused.items():
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with beam_width, which samples nothing")
@@ -553,11 +569,13 @@ class SamplingParams:
         require_whole_characters("cache_salt", self.cache_salt)
         is_bool = isinstance(self.use_prefix_cache, bool)
         _require(is_bool, "use_prefix_cache", self.use_prefix_cache, "true or false")
+        start = self.routed_experts_prompt_start
+        _require(_is_int(start) and start >= 0, "routed_experts_prompt_start", start, "an integer from 0 on")
 
     def _check_sampling_logprobs(self) -> None:
         is_bool = isinstance(self.sampling_logprobs, bool)
         _require(is_bool, "sampling_logprobs", self.sampling_logprobs, "true or false")
-        for name, unset in {**_NO_EDITS, "min_tokens": 0}.items() if self.sampling_logprobs else ():
+        for name, unset in _NOT_WITH_SAMPLING_LOGPROBS.items() if self.sampling_logprobs else ():
             value = getattr(self, name)
             _require(value == unset, name, value, f"{unset} with sampling_logprobs")
 

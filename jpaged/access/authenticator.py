@@ -324,6 +324,7 @@ _METHODS: Final[dict[str, dict[str, Permission]]] = {
         "LoadAdapter": CONTROL,
         "UnloadAdapter": CONTROL,
         "UpdateWeights": CONTROL,
+        "SendWeights": CONTROL,
     },
     "jpaged.v1.PrefixService": {"SavePrefix": CONTROL, "LoadPrefix": CONTROL, "FetchPrefix": CONTROL},
     "jpaged.v1.PrefillService": {"Prefill": _PEER, "FinishPull": _PEER},

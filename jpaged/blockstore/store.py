@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -267,7 +267,7 @@ class BlockStore:
         """Return True if the key is known at this moment; takes no lock."""
         return self._is_on and key in self._slots.known
 
-    def refresh(self, search: Callable[[Callable[[bytes], bool]], object]) -> None:
+    def refresh(self, search: Callable[[Callable[[bytes], bool]], object], keys: Sequence[bytes] = ()) -> None:
         """Do nothing: the index has every key of the folder, which no other process writes."""
 
     @property

@@ -57,6 +57,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "batch": ("pyarrow", "Parquet input and output of `jpaged batch`"),
     "bench": ("matplotlib", "plots of `jpaged bench`"),
     "lm-eval": ("lm_eval", "`lm_eval --model jpaged`"),
+    "mooncake": ("mooncake-transfer-engine-non-cuda", "the KV connector MooncakeStoreConnector, without CUDA"),
     "tunix": ("google-tunix", "`jpaged.tunix`, a rollout engine for tunix"),
 }
 """Extras for users: the package to look for, and its purpose."""

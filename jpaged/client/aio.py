@@ -218,10 +218,19 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         return await self._run(convert.load_adapter_call(name, path))
 
     async def update_weights(
-        self, path: str, *, mode: convert.UpdateMode = "keep", version: str | int | None = None
+        self,
+        weights: str | convert.GivenWeights,
+        *,
+        mode: convert.UpdateMode = "keep",
+        version: str | int | None = None,
     ) -> str:
         """See `Client.update_weights`."""
-        return await self._run(convert.update_weights_call(path, mode, version))
+        if isinstance(weights, str):
+            return await self._run(convert.update_weights_call(weights, mode, version))
+        result = ""
+        for call in convert.send_weights_calls(weights, mode, version):
+            result = await self._run(call)
+        return result
 
     async def unload_adapter(self, name: str) -> None:
         """See `Client.unload_adapter`."""

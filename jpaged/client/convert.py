@@ -7,15 +7,19 @@ and the calls Score and Embed are converted here, too.
 from __future__ import annotations
 
 import base64
+import math
 import operator
+import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
@@ -337,7 +341,7 @@ def _build_sampling(given: tuple[Any, ...]) -> inference_pb2.SamplingParams:
         values[name] = _checked_uint32(f"sampling.{name}", values[name])
     values["top_k"] = min(sampling.top_k, 2**31 - 1)  # no vocabulary is larger: all tokens are kept either way
     values["stop_token_ids"] = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids)
-    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
+    for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"):
         if name in values:
             values[name] = checked_int32(f"sampling.{name}", values[name])
     values["logprob_token_ids"] = checked_ids("sampling.logprob_token_ids", sampling.logprob_token_ids)
@@ -383,7 +387,13 @@ def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         weight_versions=tuple([WeightVersionRun(run.version, run.num_tokens) for run in message.finish.weight_versions])
         if has_finish
         else (),
+        routed_experts=_parse_experts(message.routed_experts) if message.HasField("routed_experts") else None,
     )
+
+
+def _parse_experts(message: inference_pb2.RoutedExperts) -> NDArray[Any]:
+    dtype = "<u1" if message.bytes_per_id == 1 else "<u2"
+    return np.frombuffer(message.ids, dtype).reshape(-1, message.num_layers, message.top_k)
 
 
 class Assembler:
@@ -494,6 +504,10 @@ def unload_adapter_call(name: str) -> UnaryCall[None]:
     return UnaryCall("UnloadAdapter", control_pb2.UnloadAdapterRequest(name=name), lambda response: None, "each")
 
 
+GivenWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""Arrays of NumPy, JAX or PyTorch by Hugging Face's names, or pairs of name and array."""
+
+
 def update_weights_call(path: str, mode: UpdateMode, version: str | int | None) -> UnaryCall[str]:
     """Build an UpdateWeights call; it returns the version.
 
@@ -506,6 +520,77 @@ def update_weights_call(path: str, mode: UpdateMode, version: str | int | None) 
     named = "" if version is None else str(version)
     request = control_pb2.UpdateWeightsRequest(path=path, mode=_UPDATE_MODES[mode], version=named)
     return UnaryCall("UpdateWeights", request, lambda response: response.weight_version, "each")
+
+
+_PART_BYTES = 1 << 20
+"""Bytes of new weights in a call; servers accept 4 MiB by default."""
+_STORED_TYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+"""Names in safetensors files, and bytes."""
+
+
+def send_weights_calls(weights: GivenWeights, mode: UpdateMode, version: str | int | None) -> Iterator[UnaryCall[Any]]:
+    """Yield the calls that send arrays, and then the one that replaces the weights and returns the version.
+
+    Raises:
+        InvalidArgument: the mode is unknown, or a value is no array, or of a type that cannot be sent.
+    """
+    update = update_weights_call("", mode, version)
+    update.request.upload = uuid.uuid4().hex
+    offset = 0
+    for part in _split_weights(weights):
+        request = control_pb2.SendWeightsRequest(upload=update.request.upload, offset=offset, data=part)
+        yield UnaryCall("SendWeights", request, lambda response: response.num_bytes, "each")
+        offset += len(part)
+    yield update
+
+
+def _split_weights(weights: GivenWeights) -> Iterator[bytes]:
+    """Yield the bytes of a safetensors file in parts; one array at a time is copied to the host."""
+    header, arrays, end = dict[str, Any](), list[Any](), 0
+    for name, array in weights.items() if isinstance(weights, Mapping) else weights:
+        dtype, shape = str(getattr(array, "dtype", "")).removeprefix("torch."), getattr(array, "shape", ())
+        if dtype not in _STORED_TYPES:
+            problem = f"tensor {name[:80]} is a {type(array).__name__} of type {dtype!r}"
+            raise InvalidArgument("weights", f"{problem}, not an array of {', '.join(_STORED_TYPES)}")
+        if name in header:
+            raise InvalidArgument("weights", f"tensor {name[:80]} occurs twice")
+        stored, size = _STORED_TYPES[dtype]
+        begin, end = end, end + size * math.prod(shape)
+        header[name] = {"dtype": stored, "shape": [int(one) for one in shape], "data_offsets": [begin, end]}
+        arrays.append(array)
+    text = json_text.dumps(header).encode()
+    part = bytearray(len(text).to_bytes(8, "little") + text)
+    for array in arrays:
+        content = _view_bytes(array)
+        for begin in range(0, len(content), _PART_BYTES):
+            part += content[begin : begin + _PART_BYTES].data
+            while len(part) >= _PART_BYTES:
+                yield bytes(part[:_PART_BYTES])
+                del part[:_PART_BYTES]
+    if part:
+        yield bytes(part)
+
+
+def _view_bytes(array: Any) -> NDArray[np.uint8]:
+    """Return the bytes of an array of NumPy or JAX, or of a tensor of PyTorch, in host memory."""
+    if hasattr(array, "detach"):
+        flat = array.detach().cpu().contiguous().reshape(-1)
+        bits: NDArray[np.uint8] = flat.view(sys.modules["torch"].uint8).numpy()  # NumPy lacks some types of PyTorch
+        return bits
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def list_adapters_call() -> UnaryCall[tuple[AdapterInfo, ...]]:

@@ -240,18 +240,32 @@ class Client(BaseClient[GenerateStream]):
         """
         return self._run(convert.load_adapter_call(name, path))
 
-    def update_weights(self, path: str, *, mode: convert.UpdateMode = "keep", version: str | int | None = None) -> str:
-        """Replace the model's weights by those of a folder on the server; return their version.
+    def update_weights(
+        self,
+        weights: str | convert.GivenWeights,
+        *,
+        mode: convert.UpdateMode = "keep",
+        version: str | int | None = None,
+    ) -> str:
+        """Replace the model's weights by those of a folder on the server, or by arrays; return their version.
 
         Args:
+            weights: a path on the server, or arrays by name, which are sent in parts. The server changes nothing before
+                it has all of them.
             mode: "keep" continues running requests with the new weights, "wait" lets them end first, "abort" ends them.
             version: name of the new weights; None counts the updates.
 
         Raises:
             InvalidArgument: the weights are missing, or not of this model.
+            Unavailable: another update runs, or another client sends arrays.
             Unsupported: the server was started without --enable-sleep-mode, or its weights cannot be replaced.
         """
-        return self._run(convert.update_weights_call(path, mode, version))
+        if isinstance(weights, str):
+            return self._run(convert.update_weights_call(weights, mode, version))
+        result = ""
+        for call in convert.send_weights_calls(weights, mode, version):
+            result = self._run(call)
+        return result
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.

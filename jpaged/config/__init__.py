@@ -25,11 +25,13 @@ from jpaged.config.engine_config import (
     gpu_memory_share,
     iter_options,
     keep_tokenizers_on_their_thread,
+    mooncake_config_path,
     platform_default,
     preallocates_gpu_memory,
     proxy_from_environment,
     section_help,
     server_field_names,
+    set_default_variables,
     set_gpu_memory_share,
     shows_traces,
     tpu_library,
@@ -53,7 +55,7 @@ from jpaged.config.engine_options import (
     SchedulerOptions,
     StartupOptions,
 )
-from jpaged.config.kv_transfer import DataPortOptions, KVTransferOptions
+from jpaged.config.kv_transfer import DataPortOptions, KVTransferOptions, MooncakeOptions
 from jpaged.config.option import (
     checked,
     option,
@@ -94,6 +96,7 @@ __all__ = [
     "LoraOptions",
     "LossyOptions",
     "ModelOptions",
+    "MooncakeOptions",
     "ParallelOptions",
     "Policy",
     "PreemptionMode",
@@ -116,6 +119,7 @@ __all__ = [
     "gpu_memory_share",
     "iter_options",
     "keep_tokenizers_on_their_thread",
+    "mooncake_config_path",
     "option",
     "option_type",
     "platform_default",
@@ -123,6 +127,7 @@ __all__ = [
     "proxy_from_environment",
     "section_help",
     "server_field_names",
+    "set_default_variables",
     "set_gpu_memory_share",
     "shows_traces",
     "tpu_library",

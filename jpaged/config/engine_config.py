@@ -58,6 +58,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
     "XDG_CACHE_HOME": "base directory of the user's caches, including jpaged's",
+    "MOONCAKE_CONFIG_PATH": "JSON file with options of the KV connector MooncakeStoreConnector",
     "TPU_LIBRARY_PATH": "path of the libtpu.so that compiles for TPUs",
     "XLA_CLIENT_MEM_FRACTION": "share of each GPU's memory for JAX's allocator; jpaged sets it to 0.95",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "deprecated name of XLA_CLIENT_MEM_FRACTION",
@@ -165,6 +166,7 @@ class EngineConfig:
         self.parallel.check()
         self._check_stages()
         self._check_eplb()
+        self._check_routed_experts()
         self.lora.check()
         self.timeouts.check()
         self.http.check()
@@ -188,6 +190,27 @@ class EngineConfig:
         for other, (value, only) in refused.items():
             if value != only:
                 raise InvalidArgument("enable_eplb", f"is on, and does not support {other} {value}; it must be {only}")
+
+    def _check_routed_experts(self) -> None:
+        """Reject options that conflict with returned experts, which are stored with the blocks of one device."""
+        if not self.model.enable_return_routed_experts:
+            return
+        refused: dict[str, tuple[object, object]] = {
+            "enable_eplb": (self.parallel.enable_eplb, False),
+            "enable_dp_attention": (self.parallel.enable_dp_attention, False),
+            "context_parallel_size": (self.parallel.context_parallel_size, 1),
+            "pipeline_parallel_size": (self.parallel.pipeline_parallel_size, 1),
+            "kv_policy": (self.cache.kv_policy, "paged"),
+            "role": (self.roles.role, "both"),
+            "compiled": (self.startup.compiled, None),
+        }
+        if self.cache.store_option is not None:
+            refused[self.cache.store_option] = (self.cache.described_store(), None)
+        for other, (value, only) in refused.items():
+            if value != only:
+                raise InvalidArgument(
+                    "enable_return_routed_experts", f"is on, and does not support {other} {value}; it must be {only}"
+                )
 
     def _check_stages(self) -> None:
         """Reject options that conflict with layers in stages."""
@@ -540,6 +563,17 @@ def shows_traces() -> bool:
 def tpu_library() -> Path | None:
     """Return the libtpu.so named by TPU_LIBRARY_PATH, for processes that compile for TPUs."""
     return Path(path) if (path := os.environ.get("TPU_LIBRARY_PATH")) else None
+
+
+def mooncake_config_path() -> Path | None:
+    """Return the file of options of Mooncake Store (MOONCAKE_CONFIG_PATH); None if there is none."""
+    return Path(path) if (path := os.environ.get("MOONCAKE_CONFIG_PATH")) else None
+
+
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of a library that are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def keep_tokenizers_on_their_thread() -> None:

@@ -145,6 +145,11 @@ class ModelOptions:
         "accept input embeddings (`prompt_embeds`) in place of a prompt's tokens; only from trusted callers, because "
         "they reach inputs of the model that no text has",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "return the experts that each token was routed to, in every layer, with the outputs of models that have "
+        "experts (`routed_experts`)",
+    )
     skip_tokenizer_init: bool = option(
         False, "serve token ids only: load no tokenizer, and refuse requests with text or messages"
     )
@@ -280,8 +285,9 @@ class CacheOptions:
         option(
             None,
             "KV connector for offloaded prefix-cache blocks, as a JSON object with vLLM's keys: kv_connector (the "
-            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options); "
-            "kv_connector jax: data port for the roles prefill and decode (docs/roles.md)",
+            "class), kv_connector_module_path (its module) and kv_connector_extra_config (its options); kv_connector "
+            "MooncakeStoreConnector: memory of a fleet (docs/tiers.md); jax: data port for the roles prefill and "
+            "decode (docs/roles.md)",
         ),
         ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
     )

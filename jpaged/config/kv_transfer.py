@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ _REMEDIES: Mapping[str, str] = {
     "MultiConnector": "only one store is supported below host memory",
 }
 """Connectors of vLLM, and what does their work here."""
+_OWN_MODULES: Mapping[str, str] = {"MooncakeStoreConnector": "jpaged.engine.kv_cache.offload.mooncake"}
+"""Connectors of vLLM that jpaged implements, and their modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class KVTransferOptions:
 
     Attributes:
         kv_connector: name of a class that implements `jpaged.engine.kv_cache.connector.KVConnector`.
-        kv_connector_module_path: name of the module with the class.
+        kv_connector_module_path: name of the module with the class; only jpaged's own connectors need none.
         kv_connector_extra_config: options that only the connector reads.
     """
 
@@ -81,11 +84,14 @@ class KVTransferOptions:
         if "kv_connector_module_path" not in given and name in _REMEDIES:
             problem = f"{name} is a connector of vLLM: {_REMEDIES[name]}"
             raise InvalidArgument(f"{_TRANSFER}.kv_connector", problem)
-        path = cls._word(given, "kv_connector_module_path", f"it names the module with the class {name}")
         extra = given.get("kv_connector_extra_config", {})
         if not isinstance(extra, dict):
             problem = f"{shorten(repr(extra))} is not a JSON object"
             raise InvalidArgument(f"{_TRANSFER}.kv_connector_extra_config", problem)
+        if "kv_connector_module_path" not in given and name in _OWN_MODULES:
+            given["kv_connector_module_path"] = _OWN_MODULES[name]
+            MooncakeOptions.parse(extra)
+        path = cls._word(given, "kv_connector_module_path", f"it names the module with the class {name}")
         return cls(name, path, extra)
 
     @staticmethod
@@ -96,6 +102,79 @@ class KVTransferOptions:
         if not isinstance(value, str) or not value:
             raise InvalidArgument(f"{_TRANSFER}.{key}", f"{shorten(repr(value))} is not a name: {meaning}")
         return value
+
+
+_MOONCAKE = f"{_TRANSFER}.kv_connector_extra_config"
+_UNUSED_MOONCAKE_KEYS = (
+    *("load_async", "lookup_async", "save_decode_cache", "enable_lookup", "lookup_rpc_port", "enable_offload"),
+    *("enable_cross_layers_blocks", "enable_group_semantics"),
+    *("enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port"),
+)
+"""Keys of vLLM and Mooncake that change no result and have no counterpart here; any value is accepted."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """Options of the connector MooncakeStoreConnector, by the names of Mooncake and vLLM.
+
+    They are keys of `kv_connector_extra_config`, or of the JSON file that MOONCAKE_CONFIG_PATH names. The former win.
+    """
+
+    master_server_address: str = option("", "HOST:PORT of mooncake_master")
+    metadata_server: str = option("P2PHANDSHAKE", "metadata server of Mooncake's transfer engine")
+    protocol: str = option("tcp", "protocol of Mooncake's transfer engine, such as tcp or rdma")
+    device_name: str = option("", "RDMA devices, separated by commas")
+    local_hostname: str = option("", "address of this host for the others; if empty, the one that reaches the master")
+    global_segment_size: int = option(4 << 30, "memory that this server adds to the store", low=0, unit="bytes")
+    local_buffer_size: int = option(128 << 20, "memory for Mooncake's own buffers", low=1 << 20, unit="bytes")
+    mode: str = option("embedded", "standalone-store adds no memory", choices=("embedded", "standalone-store"))
+    tenant_id: str = option("default", "tenant of Mooncake's master")
+    cache_prefix: str = option("", "beginning of every key, for fleets that share a master but no blocks")
+    call_timeout: float = option(5.0, "time after which a call counts as hung", low=0.01, high=30.0, unit="s")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], file: Mapping[str, Any] | None = None) -> MooncakeOptions:
+        """Merge and validate the keys.
+
+        Args:
+            extra: `kv_connector_extra_config`.
+            file: contents of the file that MOONCAKE_CONFIG_PATH names; unknown keys in it are ignored.
+
+        Raises:
+            InvalidArgument: a key of `extra` is unknown, or a value has the wrong type or is out of range.
+        """
+        known = {key: value for key, value in (file or {}).items() if key in cls.__dataclass_fields__}
+        values = {**known, **extra}
+        for key in ("global_segment_size", "local_buffer_size"):
+            if isinstance(size := values.get(key), str):
+                values[key] = _parse_size(f"{_MOONCAKE}.{key}", size)
+        options = cls(**checked_keys(cls, _MOONCAKE, values, _UNUSED_MOONCAKE_KEYS))
+        is_embedded = options.mode == "embedded"
+        if not is_embedded and values.get("global_segment_size"):
+            problem = f"is {options.global_segment_size}: must be 0 in mode standalone-store, which adds no memory"
+            raise InvalidArgument(f"{_MOONCAKE}.global_segment_size", problem)
+        if options.master_server_address:
+            split_address(f"{_MOONCAKE}.master_server_address", options.master_server_address)
+        return options
+
+    @property
+    def segment_bytes(self) -> int:
+        """Return the memory that this server adds to the store."""
+        return self.global_segment_size if self.mode == "embedded" else 0
+
+    def check_master(self) -> None:
+        """Raise InvalidArgument if no master is named."""
+        if not self.master_server_address:
+            problem = "is missing: it is the HOST:PORT of mooncake_master, here or in the file of MOONCAKE_CONFIG_PATH"
+            raise InvalidArgument(f"{_MOONCAKE}.master_server_address", problem)
+
+
+def _parse_size(name: str, text: str) -> int:
+    """Return the bytes of a size such as "4GB", of which a kilobyte has 1024; raise InvalidArgument for others."""
+    if (found := _SIZE.fullmatch(text.strip())) is None:
+        raise InvalidArgument(name, f"{shorten(repr(text))} is not a size, such as 4GB")
+    return int(float(found[1]) * 1024 ** ("kmgt".find(found[2].lower()) + 1 if found[2] else 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
+from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
     MeshPlacement,
     check_params,
@@ -65,7 +66,7 @@ from jpaged.device.speculative.dispatch import is_of_rounds, unpack_rounds
 from jpaged.device.speculative.drafter import DRAFT, build_drafter, draft_params_for, split_params
 from jpaged.device.step import Step, forward_packing
 from jpaged.device.step_costs import measure_rates
-from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, WholeHostBlocks, move_sizes
+from jpaged.device.transfers import BlockMover, BlockPlace, HostPool, RoutePool, WholeHostBlocks, move_sizes
 from jpaged.engine.executor import (
     I32,
     MAX_NUM_ROUNDS,
@@ -388,6 +389,7 @@ class JaxExecutor:
         step: the traced step: the model, its kernels and its matmul backend.
         sleeper: releases the device memory; None with several processes, a draft model or EPLB.
         host_blocks: the blocks of host memory; None if this process has none, or only parts of each block.
+        routed_experts: reads the experts of tokens; None if they are not kept.
     """
 
     def __init__(
@@ -419,12 +421,14 @@ class JaxExecutor:
         packings = {size: forward_packing(size, geometry) for size in geometry.buckets.tokens}
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
-        abstract = step.abstract_counts(0 if geometry.is_encoder else geometry.max_num_seqs)
-        shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
-        zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-        counts = jax.jit(zeros, out_shardings=shardings)()
+        counts = _allocate_counts(step, 0 if geometry.is_encoder else geometry.max_num_seqs)
         abstract_load = step.abstract_expert_load()
-        served_pool = ServedPool(self._pool, step.abstract_states(geometry.num_state_slots), abstract_load)
+        states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
+        served_pool = ServedPool(self._pool, states, abstract_load, routes)
+        self.routed_experts: RoutePool | None = None
+        if routes is not None and served_pool.routes is not None:
+            sizes = geometry.num_host_blocks, step.sparse_layers, len(step.model.config.layer_kinds)
+            self.routed_experts = RoutePool(served_pool.routes, routes, *sizes)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
@@ -434,10 +438,10 @@ class JaxExecutor:
         self._drafter = build_drafter(step, geometry, draft_params, self._runner, self._programs)
         self.host_blocks: WholeHostBlocks | None = None
         if self._host.is_whole:
-            runner = self._runner
             place = BlockPlace(layout, NamedSharding(mesh, contents_spec(layout)))
             read = functools.partial(self._mover.read, programs=self._programs)
-            self.host_blocks = WholeHostBlocks(self._host, lambda: kv_fingerprint(step, runner.params), place, read)
+            get_fingerprint = functools.partial(_get_fingerprint, step, self._runner)
+            self.host_blocks = WholeHostBlocks(self._host, get_fingerprint, place, read)
         self.sleeper: DeviceSleeper | None = None
         if jax.process_count() == 1 and self._drafter is None and self._balancer is None:
             self.sleeper = DeviceSleeper(
@@ -600,6 +604,8 @@ class JaxExecutor:
             )
         if self._balancer is not None:
             self._balancer.start(self._runner.params, self.step)
+        if self.routed_experts is not None:
+            self.routed_experts.warm_up()
         self._programs.compile_rest(progress)
 
     def _record_steps(self, num_steps: int) -> None:
@@ -637,6 +643,8 @@ class JaxExecutor:
         """
         with self._calling(f"{moves.move.value} of {len(moves.sources)} blocks failed"):
             self._mover.run(moves, self._programs)
+            if self.routed_experts is not None:
+                self.routed_experts.run(moves)
             if self._drafter is not None:
                 self._drafter.move(moves)
 
@@ -861,3 +869,15 @@ def waits_for_all_programs(options: EngineConfig, mesh: Mesh) -> bool:
 def _require_alive(is_shut_down: bool) -> None:
     if is_shut_down:
         raise InternalError("the executor is shut down")
+
+
+def _allocate_counts(step: Step, num_rows: int) -> TokenCounts:
+    """Return the zero counts of sampled tokens for rows, on the step's devices."""
+    abstract = step.abstract_counts(num_rows)
+    shardings = jax.tree.map(lambda struct: struct.sharding, abstract)
+    zeros = functools.partial(jax.tree.map, lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def _get_fingerprint(step: Step, runner: ModelRunner) -> bytes:
+    return kv_fingerprint(step, runner.params)

@@ -1,7 +1,7 @@
 """Balanced experts (EPLB): replicas in the parameters, their load, and moves between devices while steps run.
 
     start    add_replicas        the model's X experts -> P physical ones, and the map of each layer
-    steps    forward             rows go to a replica of each expert, and are counted (`count_expert_load`)
+    steps    forward             rows go to a replica of each expert, and are counted (`record_routes`)
     change   ExpertBalancer      load -> new places (`balance_experts`) -> `exchange_experts`, a layer in each step
 
 The map is an argument of every program, so a change compiles nothing. Results do not depend on places, see

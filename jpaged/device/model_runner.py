@@ -123,29 +123,39 @@ class KVPool(DonatedArray):
 
 
 class ServedPool:
-    """The KV pool as steps take it: with the states of recurrent layers and the load of experts, if there are any.
+    """The KV pool as steps take it: with the states of recurrent layers, and what it has of experts.
 
     Attributes:
         expert_load: the load of experts; None if they are not balanced.
+        routes: the experts of tokens; None if they are not kept.
 
     Args:
         states: shapes of the states.
         load: shape of the load of experts.
+        routes: shape of the routes of tokens.
     """
 
     def __init__(
-        self, pool: KVPool, states: Sequence[jax.ShapeDtypeStruct] = (), load: jax.ShapeDtypeStruct | None = None
+        self,
+        pool: KVPool,
+        states: Sequence[jax.ShapeDtypeStruct] = (),
+        load: jax.ShapeDtypeStruct | None = None,
+        routes: jax.ShapeDtypeStruct | None = None,
     ) -> None:
         self._pool = pool
         self._states = [DonatedArray(one.shape, one.dtype, one.sharding) for one in states]
         self.expert_load = None if load is None else DonatedArray(load.shape, load.dtype, load.sharding)
+        self.routes = None if routes is None else DonatedArray(routes.shape, routes.dtype, routes.sharding)
+        of_experts = (one for one in (self.expert_load, self.routes) if one is not None)
+        self._arrays = (*self._states, *of_experts)
 
     def take(self) -> Any:
         """Take the arrays, to be donated."""
-        kv, load = self._pool.take(), self.expert_load
-        if not self._states and load is None:
+        kv, load, routes = self._pool.take(), self.expert_load, self.routes
+        if not self._arrays:
             return kv
-        return StatefulPool(kv, tuple(states.take() for states in self._states), None if load is None else load.take())
+        states = tuple(states.take() for states in self._states)
+        return StatefulPool(kv, states, load and load.take(), routes and routes.take())
 
     def put(self, pool: Any) -> None:
         """Store the arrays that a step returned."""
@@ -157,16 +167,18 @@ class ServedPool:
             holder.put(states)
         if self.expert_load is not None:
             self.expert_load.put(pool.expert_load)
+        if self.routes is not None:
+            self.routes.put(pool.routes)
 
     def release(self) -> None:
-        """Free the memory of the states and the load. Idempotent."""
-        for states in (*self._states, *(() if self.expert_load is None else (self.expert_load,))):
-            states.release()
+        """Free the memory of all arrays except keys and values. Idempotent."""
+        for array in self._arrays:
+            array.release()
 
     def renew(self) -> None:
-        """Allocate the states and the load again after `release`; see `DonatedArray.renew`."""
-        for states in (*self._states, *(() if self.expert_load is None else (self.expert_load,))):
-            states.renew()
+        """Allocate these arrays again after `release`; see `DonatedArray.renew`."""
+        for array in self._arrays:
+            array.renew()
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, rotate_heads
 from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
 from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
-from jpaged.kernels.recurrence import StatefulPool
+from jpaged.kernels.recurrence import StatefulPool, StepRoutes
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 from jpaged.models.layer_kinds import KVGroups, get_states
 from jpaged.models.layers import Attend, Params
@@ -136,6 +136,7 @@ class Step:
         slots: the capacity for adapters; None takes none.
         draft: the draft model or head; None if there is none.
         overlaps_sums: hidden states are summed over the devices in parts (`jpaged.device.sharded_matmul`).
+        keeps_routes: the pool has the experts that tokens were routed to.
         has_branches: programs decide which stages of sampling and how many steps the rows need. On GPUs the host does,
             because it would wait for each decision of a program.
     """
@@ -156,6 +157,7 @@ class Step:
     draft: DraftStep | None = None
     has_branches: bool = True
     overlaps_sums: bool = False
+    keeps_routes: bool = False
 
     def packed_forward(
         self,
@@ -243,8 +245,12 @@ class Step:
         attend = self._attention(params, inputs, order)
         tokens = self._tokens(ids_t, inputs, order, states_te)
         params = in_parts(params, self.model, self.layer_mode, self.mesh)
-        places = self.kv_groups.places
+        places, routes = self.kv_groups.places, None
+        if self.keeps_routes:
+            pool, routes = self._begin_routes(pool, len(ids_t)), pool.routes
         hidden_te, pool, seen = self.model.run_watched(params, tokens, attend, pool, self.layer_mode, watched, places)
+        if routes is not None:
+            pool = dataclasses.replace(pool, routes=pool.routes.store(routes, inputs["slots_gt"][0]))
         if order is None:
             return hidden_te, pool, seen
         return hidden_te[order.places_t], pool, [states[order.places_t] for states in seen]
@@ -558,6 +564,29 @@ class Step:
         shape = len(self.kv_groups.windows), self.kv_groups.num_layers, dp_size, mixture.num_physical_experts
         sharding = self._sharding(PartitionSpec(None, None, MODEL_AXIS if dp_size > 1 else None))
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    @property
+    def abstract_routes(self) -> jax.ShapeDtypeStruct | None:
+        """The shape of the routes of tokens, see `StatefulPool`; None if they are not kept."""
+        mixture = self.model.config.mixture
+        if mixture is None or not self.keeps_routes:
+            return None
+        width = len(self.sparse_layers) * mixture.routing.top_k
+        dtype = np.uint8 if mixture.routing.num_experts <= 1 << 8 else np.uint16
+        shape = self.layout.blocks_per_layer, self.layout.block_size, width
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Numbers of the layers with experts."""
+        return [number for number, kind in enumerate(self.model.config.layer_kinds) if kind.is_sparse]
+
+    def _begin_routes(self, pool: StatefulPool, num_tokens: int) -> StatefulPool:
+        """Return the pool with the routes of a step of `num_tokens` tokens, before its first layer."""
+        mixture = self.model.config.mixture
+        assert mixture is not None
+        shape = len(self.sparse_layers), num_tokens, mixture.routing.top_k
+        return dataclasses.replace(pool, routes=StepRoutes.blank(shape, pool.routes.dtype))
 
     def state_parts(self, num_tokens: int) -> tuple[int, int]:
         """Return the chunks of the hidden states' rows and the parts of their columns; see `RowChunks`."""

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.device_info import physical_host_bytes
 from jpaged.device.mesh import MODEL_AXIS, contents_spec, on_shards, pool_spec, replicated
-from jpaged.device.model_runner import KVPool
+from jpaged.device.model_runner import DonatedArray, KVPool
 from jpaged.engine.executor import NULL_BLOCK, BlockArrays, BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
@@ -435,6 +436,99 @@ class BlockMover:
         _check_ids(f"{moves.move.value} destinations", moves.destinations, limit)
         if moves.move is Move.COPY and not set(moves.sources).isdisjoint(moves.destinations):
             raise InternalError(f"a copy reads a block that it writes: {moves}")
+
+
+class RoutePool:
+    """Implements `engine.executor.RoutedExperts`: the experts of tokens are stored, and move, with the blocks of keys.
+
+    Its programs take a fixed number of blocks; `warm_up` compiles them.
+
+    Args:
+        routes: as `StatefulPool.routes`; steps update it.
+        struct: its shape.
+        num_host_blocks: blocks in host memory.
+        layers: numbers of the layers with experts, of `num_layers`.
+    """
+
+    def __init__(
+        self,
+        routes: DonatedArray,
+        struct: jax.ShapeDtypeStruct,
+        num_host_blocks: int,
+        layers: list[int],
+        num_layers: int,
+    ) -> None:
+        self._routes, self._layers, self._num_layers, self.block_size = routes, layers, num_layers, struct.shape[1]
+        self._host: NDArray[Any] = np.zeros((num_host_blocks + 1, *struct.shape[1:]), struct.dtype)
+        self._on_the_way: deque[tuple[jax.Array, list[int]]] = deque()
+        self._read = jax.jit(_read_routes, out_shardings=struct.sharding)
+        self._write = jax.jit(_write_routes, donate_argnums=0, out_shardings=struct.sharding)
+
+    def warm_up(self) -> None:
+        """Compile the programs; nothing is written."""
+        contents = self._read_blocks([NULL_BLOCK])
+        self._write_blocks([NULL_BLOCK], contents)
+        self._write_blocks([NULL_BLOCK], np.asarray(contents))
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> NDArray[Any]:
+        """Return the experts of the first tokens of these blocks; see `RoutedExperts`."""
+        parts = [np.asarray(self._read_blocks(some))[: len(some)] for some in _iter_routes(block_ids)]
+        ids_tx = np.concatenate([self._host[:0], *parts]).reshape(-1, self._host.shape[-1])[:num_tokens]
+        ids_tlk = np.zeros((len(ids_tx), self._num_layers, ids_tx.shape[1] // len(self._layers)), ids_tx.dtype)
+        ids_tlk[:, self._layers] = ids_tx.reshape(len(ids_tx), len(self._layers), -1)
+        return ids_tlk
+
+    def run(self, moves: BlockMoves) -> None:
+        """Start the moves."""
+        pairs = zip(_iter_routes(moves.sources), _iter_routes(moves.destinations), strict=True)
+        if moves.move is Move.COPY:  # all sources are read before a destination is written
+            for contents, destinations in [(self._read_blocks(some), those) for some, those in pairs]:
+                self._write_blocks(destinations, contents)
+            return
+        for some, destinations in pairs:
+            if moves.move is Move.SWAP_OUT:
+                contents = self._read_blocks(some)
+                contents.copy_to_host_async()
+                self._on_the_way.append((contents, destinations))
+            else:
+                self._land(0)
+                padded = np.zeros((_ROUTE_BLOCKS, *self._host.shape[1:]), self._host.dtype)
+                padded[: len(some)] = self._host[some]
+                self._write_blocks(destinations, padded)
+        self._land(MAX_ON_THE_WAY)
+
+    def _land(self, num_left: int) -> None:
+        """Write transfers to host memory, the oldest first, until this number is left."""
+        while len(self._on_the_way) > num_left:
+            contents, block_ids = self._on_the_way.popleft()
+            self._host[block_ids] = np.asarray(contents)[: len(block_ids)]
+
+    def _read_blocks(self, block_ids: list[int]) -> Any:
+        routes = self._routes.take()
+        contents = self._read(routes, _padded(block_ids, _ROUTE_BLOCKS))
+        self._routes.put(routes)
+        return contents
+
+    def _write_blocks(self, block_ids: list[int], contents: jax.Array | NDArray[Any]) -> None:
+        self._routes.put(self._write(self._routes.take(), _padded(block_ids, _ROUTE_BLOCKS), contents))
+
+
+_ROUTE_BLOCKS = 64
+"""Blocks of a program that reads or writes routes."""
+
+
+def _read_routes(routes_nbx: jax.Array, ids_c: jax.Array) -> jax.Array:
+    return routes_nbx[ids_c]
+
+
+def _write_routes(routes_nbx: jax.Array, ids_c: jax.Array, contents_cbx: jax.Array) -> jax.Array:
+    """Return the routes with the contents of these blocks; nothing is written to the null block."""
+    return routes_nbx.at[jnp.where(ids_c > 0, ids_c, len(routes_nbx))].set(contents_cbx, mode="drop")
+
+
+def _iter_routes(block_ids: Sequence[int]) -> Iterator[list[int]]:
+    for begin in range(0, len(block_ids), _ROUTE_BLOCKS):
+        yield [*block_ids[begin : begin + _ROUTE_BLOCKS]]
 
 
 def iter_copies(moves: BlockMoves, sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:

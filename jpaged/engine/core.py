@@ -235,7 +235,7 @@ class EngineCore:
         self._clock = clock
         self._executor = executor
         self._overlap = config.scheduler.overlap is not False
-        self._output = OutputProcessor(tokenizer, eos_token_ids)
+        self._output = OutputProcessor(tokenizer, eos_token_ids, executor.routed_experts)
         self._deadlines, self._queue_timeouts = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._batch: InFlightBatch | None = None
@@ -648,6 +648,10 @@ class EngineCore:
             limit, of_device = self.memory.limit // geometry.dp_size, " of a device" if geometry.dp_size > 1 else ""
             problem = f"{needed}{of_device}, which has {limit} blocks minus pinned prefixes"
             self._fail([group], RequestTooLong("sampling.max_tokens", problem))
+            return
+        if request.sampling.beam_width and self._executor.routed_experts is not None:
+            problem = "is set; beams have no routed experts, which this engine returns (enable_return_routed_experts)"
+            self._fail([group], InvalidArgument("sampling.beam_width", problem))
             return
         if request.deadline_s is not None and self._deadline_estimator is not None:
             late = self._deadline_estimator.check(group, request.deadline_s, self._clock())

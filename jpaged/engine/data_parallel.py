@@ -388,6 +388,10 @@ class DataParallelEngine:
         """Replace the weights of all replicas while none runs a step; see `Engine.update_weights`."""
         return update_replicas(self._engines, weights, mode, version, self._forget_pins)
 
+    def check_weights(self, weights: object) -> None:
+        """See `Engine.check_weights`."""
+        self._engines[0].check_weights(weights)
+
     def _forget_pins(self) -> None:
         """Forget the names of pinned prefixes, whose blocks the replicas drop."""
         with self._lock:

@@ -577,6 +577,10 @@ class Engine:
         """
         return update_replicas([self], weights, mode, version)
 
+    def check_weights(self, weights: object) -> None:
+        """Check names, shapes and types for `update_weights`, of which nothing else is read; raise as it does."""
+        self.open_update(weights).close()
+
     def open_update(self, weights: object) -> WeightUpdate:
         """Check weights for `update_weights`."""
         sleeper = self._executor.sleeper

@@ -266,7 +266,19 @@ def sleep_routes(service: Service) -> list[Route]:
     async def is_paused(request: Request) -> Response:
         return JSON({"is_paused": _require_sleep_mode(service.state.serving()).engine.is_paused})
 
+    async def receive_weights(request: Request) -> Response:
+        _require_no_foreign_page(request, service.state.config.http.http_cors_origins)
+        mode: Any = request.query_params.get("mode", "keep")  # the engine checks it
+        with service.receive_weights() as upload:
+            async for part in request.stream():
+                await service.write_weights(upload, part)
+            version = await service.update_weights(upload, mode, request.query_params.get("version"))
+        return JSON({"success": True, "message": "the weights were replaced", "weight_version": version})
+
     async def update_weights(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/octet-stream" and request.url.path == "/update_weights":
+            return await receive_weights(request)
         given = await read_body(service, request, lambda body: weight_update_in(request.url.path, body))
         mode: Any = given.mode  # the engine checks it
         version = await service.update_weights(given.path, mode, given.version)

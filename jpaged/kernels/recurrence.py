@@ -148,36 +148,75 @@ class RecurrentRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class StatefulPool:
-    """The KV pool together with the states of recurrent layers, and the load of experts.
+    """The KV pool together with the states of recurrent layers, the load of experts, and the routes of tokens.
 
     Attributes:
         kv: the pool.
         states: for each array of a layer, `[L, N, ...]`: all recurrent layers and slots.
         expert_load: int32 `[G, L, D, P]`: rows that each physical expert has computed, by the device that routed them;
             None if experts are not balanced. Layers have their places in the pool.
+        routes: the experts of each token, `[N + 1, B, L * K]`, in the slots where its keys are; L are the layers with
+            experts. While layers run, `StepRoutes`. None if they are not returned.
     """
 
     kv: Any
     states: tuple[Any, ...] = ()
     expert_load: Any = None
+    routes: Any = None
 
     def with_kv(self, kv: Any) -> StatefulPool:
         """Return the states with another pool."""
         return dataclasses.replace(self, kv=kv)
 
 
-def count_expert_load(carry: Any, ids_tk: jax.Array, group: int, layer: jax.Array) -> Any:
-    """Return the carry with the rows of a step added to the load of a layer's physical experts.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class StepRoutes:
+    """The experts of a step's tokens, of the layers that have run.
 
-    Each device counts the rows that it routed, so devices exchange nothing.
+    Attributes:
+        ids_ltk: of the layers with experts, in order.
+        num_layers: int32 scalar: those that have run.
+    """
+
+    ids_ltk: jax.Array
+    num_layers: jax.Array
+
+    @classmethod
+    def blank(cls, shape: tuple[int, int, int], dtype: Any) -> StepRoutes:
+        """Return the routes before the first layer."""
+        return cls(jnp.zeros(shape, dtype), jnp.int32(0))
+
+    def add(self, ids_tk: jax.Array) -> StepRoutes:
+        """Return the routes with those of the next layer."""
+        ids = ids_tk.astype(self.ids_ltk.dtype)[None]
+        begins = self.num_layers, jnp.int32(0), jnp.int32(0)
+        return StepRoutes(jax.lax.dynamic_update_slice(self.ids_ltk, ids, begins), self.num_layers + 1)
+
+    def store(self, routes_nbx: jax.Array, slots_t: jax.Array) -> jax.Array:
+        """Return `StatefulPool.routes` with each token's experts in its slot; slots outside of it are dropped."""
+        block_size, num_tokens = routes_nbx.shape[1], len(slots_t)
+        ids_tx = self.ids_ltk.transpose(1, 0, 2).reshape(num_tokens, -1)
+        blocks_t = jnp.where(slots_t >= 0, slots_t // block_size, len(routes_nbx))
+        return routes_nbx.at[blocks_t, slots_t % block_size].set(ids_tx, mode="drop")
+
+
+def record_routes(carry: Any, ids_tk: jax.Array, group: int, layer: jax.Array) -> Any:
+    """Return the carry with the experts of a layer's rows, and with the rows in the load of the physical experts.
+
+    For the load, each device counts the rows that it routed, so devices exchange nothing.
 
     Args:
-        carry: of the layers: a `StatefulPool`, or anything else for a pass that counts no load.
+        carry: of the layers: a `StatefulPool`, or anything else for a pass that records nothing.
         ids_tk: physical experts of each row; P and more are none.
         group: the layer's KV group.
         layer: int32 scalar: the layer's index in that group.
     """
-    if not isinstance(carry, StatefulPool) or carry.expert_load is None:
+    if not isinstance(carry, StatefulPool):
+        return carry
+    if carry.routes is not None:
+        carry = dataclasses.replace(carry, routes=carry.routes.add(ids_tk))
+    if carry.expert_load is None:
         return carry
     load = carry.expert_load
     num_devices, num_experts = load.shape[2:]

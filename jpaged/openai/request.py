@@ -186,11 +186,9 @@ VLLM: Mapping[str, Neutral] = {
     "return_weight_versions": _OFF,
     "return_mm_kwargs": hint(bool),
     "mm_payload": hint(str),
-    "routed_experts_prompt_start": only(0),
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
     "include_reasoning": _ON,
-    "thinking_token_budget": only(_UNLIMITED, advice="only chats have a reasoning budget"),
     "repetition_detection": never("use max_tokens, or repetition_penalty"),
     "truncation_side": only("left", advice="truncate_prompt_tokens keeps the last tokens"),
     "padding": only("do_not_pad", advice="inputs are never padded"),
@@ -664,6 +662,7 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     messages, options = messages_in(body), chat_options_in(body)
     prompt = Prompt(messages=messages, chat_options=options, truncation_side=truncation_side_in(body), **length)
     names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
+    body.pop("thinking_token_budget", None)  # read with the options
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names, defaults)
     last = messages[-1]
     role = "assistant" if options.add_generation_prompt else last["role"]

@@ -15,11 +15,16 @@ Most events of a stream only add text: their chunk is that text between two cach
 
 from __future__ import annotations
 
+import base64
 import codecs
+import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jpaged import json_text
 from jpaged.chat import ToolCallPiece
@@ -238,6 +243,8 @@ def build_answer(
             for one in shown.outputs:
                 index = number * job.sampling.n + one.index
                 choice = _choice(job, number, shown, one, token_text, prompt_text) | {"index": index}
+                if one.routed_experts is not None:
+                    choice["routed_experts"] = _npy_base64(one.routed_experts)
                 yield choice | _versions(one.weight_versions) if heading.has_versions else choice
 
     usages = [replace(one.usage, completion_tokens=0) if job.is_only_told else one.usage for one in outputs]
@@ -247,6 +254,13 @@ def build_answer(
     if job.is_chat:
         body |= _of_prompt(job, outputs[0], token_text)
     return body
+
+
+def _npy_base64(array: NDArray[Any]) -> str:
+    """Return an array as vLLM's responses have it: the bytes of an .npy file, in base64."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return base64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
 def _versions(runs: Sequence[WeightVersionRun]) -> dict[str, Any]:

@@ -224,9 +224,22 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         async with status_on_error(context):
             if not 0 <= request.mode < len(_UPDATE_MODES):
                 raise InvalidArgument("mode", f"{request.mode} is not a value of UpdateMode")
-            mode = _UPDATE_MODES[request.mode]
-            version = await self._service.update_weights(request.path, mode, request.version or None)
+            mode, named = _UPDATE_MODES[request.mode], request.version or None
+            if request.path and request.upload:
+                raise InvalidArgument("upload", "conflicts with path: give only one of them")
+            if request.upload:
+                version = await self._service.update_sent_weights(request.upload, mode, named)
+            else:
+                version = await self._service.update_weights(request.path, mode, named)
             return control_pb2.UpdateWeightsResponse(weight_version=version)
+
+    async def SendWeights(
+        self, request: control_pb2.SendWeightsRequest, context: ServicerContext
+    ) -> control_pb2.SendWeightsResponse:
+        """Receive a part of new weights."""
+        async with status_on_error(context):
+            num_bytes = await self._service.send_weights(request.upload, request.offset, request.data)
+            return control_pb2.SendWeightsResponse(num_bytes=num_bytes)
 
     async def ListAdapters(
         self, request: control_pb2.ListAdaptersRequest, context: ServicerContext

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from jpaged._proto.v1 import control_pb2, inference_pb2, inference_pb2_grpc, prefixes_pb2
 from jpaged.access.authenticator import enter_part, key_id, owner
@@ -462,6 +463,7 @@ def build_response(
         times=None if event.times is None else build_message(inference_pb2.RequestTimes, event.times),
         reasoning_content=event.reasoning_content,
         tool_calls=[build_delta(piece) for piece in event.tool_calls],
+        routed_experts=None if event.routed_experts is None else _build_experts(event.routed_experts),
         seed=seed,
     )
 
@@ -550,6 +552,13 @@ def _build_finish(finish: SequenceFinish, event: OutputEvent) -> inference_pb2.F
         cumulative_logprob=event.cumulative_logprob,
         weight_versions=[build_message(inference_pb2.WeightVersionRun, run) for run in event.weight_versions],
     )
+
+
+def _build_experts(ids_tlk: NDArray[Any]) -> inference_pb2.RoutedExperts:
+    _, num_layers, top_k = ids_tlk.shape
+    ids = ids_tlk.astype(ids_tlk.dtype.newbyteorder("<"), copy=False).tobytes()
+    size = ids_tlk.dtype.itemsize
+    return inference_pb2.RoutedExperts(ids=ids, num_layers=num_layers, top_k=top_k, bytes_per_id=size)
 
 
 async def responses(

@@ -56,6 +56,7 @@ from jpaged.types import (
     SamplingParams,
     SequenceFinish,
     Usage,
+    join_experts,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -471,6 +472,7 @@ def _merged(events: Sequence[OutputEvent], usage: Usage) -> OutputEvent:
         logprobs=tuple([position for event in events for position in event.logprobs]),
         prompt_logprobs=tuple([position for event in events for position in event.prompt_logprobs]),
         embedding=next((event.embedding for event in events if event.embedding), ()),
+        routed_experts=join_experts([event.routed_experts for event in events]),
         usage=usage,
     )
 

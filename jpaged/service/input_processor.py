@@ -220,18 +220,16 @@ class InputProcessor:
         """
         prompt, sampling = _without_none(prompt, sampling)
         self._check_fields(prompt, sampling)
-        thinking: ThinkingBudget | None = None
         token_ids, embeds = self._inputs(prompt, sampling, cache_tenant)
         if prompt.fills_length:
             most = self._max_tokens(len(token_ids), sampling)
             if prompt.max_filled is not None:
                 most = max(sampling.max_num_tokens, min(most, prompt.max_filled))
             sampling = dataclasses.replace(sampling, max_tokens=most)
-        if prompt.messages is not None:
-            sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
-            thinking = self._answering.thinking(prompt.chat_options, token_ids)
-            if thinking is not None and sampling.sampling_logprobs:
-                raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
+        sampling, thinking = self._constrained(prompt, sampling, token_ids)
+        if sampling.routed_experts_prompt_start > len(token_ids):
+            problem = f"{sampling.routed_experts_prompt_start} is over the {len(token_ids)} tokens of the prompt"
+            raise InvalidArgument("sampling.routed_experts_prompt_start", problem)
         sampling = _without_empty_constraint(sampling)
         for place, one in enumerate(prompt.generated):
             self._checked_ids(f"generated_token_ids[{place}].ids", one.token_ids)
@@ -266,6 +264,20 @@ class InputProcessor:
                 raise forbidden
         return request
 
+    def _constrained(
+        self, prompt: Prompt, sampling: SamplingParams, token_ids: Sequence[int]
+    ) -> tuple[SamplingParams, ThinkingBudget | None]:
+        """Return the parameters with what a chat's tools and format force, and the budget of thinking."""
+        thinking: ThinkingBudget | None = None
+        if prompt.messages is not None:
+            sampling = self._answering.held(prompt.chat_options, sampling, token_ids)
+            thinking = self._answering.thinking(prompt.chat_options, sampling, token_ids)
+        elif sampling.thinking_token_budget is not None:
+            thinking = self._answering.thinking(None, sampling, token_ids)
+        if thinking is not None and sampling.sampling_logprobs:
+            raise InvalidArgument("sampling.sampling_logprobs", "must be false with a thinking budget")
+        return sampling, thinking
+
     def _check_fields(self, prompt: Prompt, sampling: SamplingParams) -> None:
         """Reject invalid fields with checks that need no tokenization."""
         poolings = POOLINGS if self._geometry.is_encoder else OF_DECODERS
@@ -282,6 +294,8 @@ class InputProcessor:
         check_generated(prompt.generated, sampling)
         if prompt.messages is not None:
             self._answering.check(prompt.chat_options, sampling)
+        elif sampling.thinking_token_budget is not None:
+            self._answering.check_budget("thinking_token_budget", sampling)
 
     def answers(self, prompt: Prompt, sampling: SamplingParams, request: Request) -> ChatOutputParser | None:
         """Return the parser of the answers to a request made from these arguments; None if all text is content."""

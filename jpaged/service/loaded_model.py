@@ -12,6 +12,15 @@ prefixes of the old adapter match only if both have the same matrices.
 Host memory keeps the matrices of the `max_in_memory` adapters that were used last. The engine reads others again
 (`LoadedAdapter.fetch`) when a request that needs them is next. Adapters in device slots need no copy in host memory.
 
+`WeightUpload` collects weights that a client sends:
+
+    8 bytes    size of the header
+    header     JSON: for each tensor its type, shape and place in the data
+    data       all tensors, one after the other
+
+That is a safetensors file. The model checks names, shapes and types when the header is complete, before memory for the
+data is allocated: it is never more than that of the model's tensors.
+
 `RoleCounts` counts what servers of a role do. The event loop updates it; any thread may read it.
 """
 
@@ -20,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -27,9 +37,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from jpaged.config import EngineConfig
@@ -230,6 +242,146 @@ _QUIET_S = 10.0
 _MAX_FIELDS = 64
 
 
+_HEADER_BYTES = 8
+_MAX_HEADER_BYTES = 32 << 20
+"""Maximum bytes of the header: those of 200,000 tensors."""
+_STORED_TYPES: Mapping[str, type[np.generic]] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+class WeightUpload:
+    """The bytes of a safetensors file, as a client sends them in order. Used by one thread at a time.
+
+    Attributes:
+        num_bytes: bytes received.
+
+    Args:
+        check: raises an error if a model has no tensors of these names, shapes and types; the arrays hold zeros.
+    """
+
+    def __init__(self, check: Callable[[Mapping[str, NDArray[Any]]], None]) -> None:
+        self.num_bytes = 0
+        self._check = check
+        self._header = bytearray()
+        self._data: NDArray[np.uint8] | None = None
+        self._places: dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]] = {}
+
+    @property
+    def has_header(self) -> bool:
+        """True if the next part is only copied."""
+        return self._data is not None
+
+    def write(self, part: bytes | memoryview, offset: int | None = None) -> None:
+        """Add the next bytes.
+
+        Args:
+            offset: place of the first one; bytes that are there already, of a call that was repeated, are skipped.
+
+        Raises:
+            InvalidArgument: bytes before them are missing, there are too many, or the header is invalid or not of the
+                model.
+        """
+        if offset is not None:
+            if offset > self.num_bytes:
+                raise InvalidArgument("offset", f"{offset} is over the {self.num_bytes} bytes that have arrived")
+            part = part[self.num_bytes - offset :]
+        if self._data is None:
+            self._add_to_header(part)
+            return
+        begin = self.num_bytes - len(self._header)
+        if begin + len(part) > len(self._data):
+            most = len(self._header) + len(self._data)
+            raise InvalidArgument("data", f"{self.num_bytes + len(part)} bytes are over the {most} of the header")
+        self._data[begin : begin + len(part)] = np.frombuffer(part, np.uint8)
+        self.num_bytes += len(part)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the complete tensors by name, without copies.
+
+        Raises:
+            InvalidArgument: some bytes are missing.
+        """
+        whole = len(self._header) + (0 if self._data is None else len(self._data))
+        if self._data is None or self.num_bytes < whole:
+            known = "" if self._data is None else f" of {whole}"
+            raise InvalidArgument("data", f"ends after {self.num_bytes}{known} bytes")
+        data, places = self._data, self._places.items()
+        return {name: data[begin:end].view(dtype).reshape(shape) for name, (dtype, shape, begin, end) in places}
+
+    def _add_to_header(self, part: bytes | memoryview) -> None:
+        """Add bytes of which some may be data; after an error, no more can be added."""
+        self._header += part
+        self.num_bytes = len(self._header)
+        if self.num_bytes < _HEADER_BYTES:
+            return
+        size = int.from_bytes(self._header[:_HEADER_BYTES], "little")
+        if not 2 <= size <= _MAX_HEADER_BYTES:
+            raise InvalidArgument("data", f"has a header of {size} bytes, not of 2 to {_MAX_HEADER_BYTES}")
+        if self.num_bytes < _HEADER_BYTES + size:
+            return
+        rest = self._header[_HEADER_BYTES + size :]
+        del self._header[_HEADER_BYTES + size :]
+        places, num_data_bytes = _read_places(bytes(self._header[_HEADER_BYTES:]))
+        if len(rest) > num_data_bytes:
+            raise InvalidArgument("data", f"has more than the {num_data_bytes} bytes of the tensors")
+        self._check({name: np.broadcast_to(np.zeros((), one[0]), one[1]) for name, one in places.items()})
+        data = np.empty(num_data_bytes, np.uint8)
+        data[: len(rest)] = rest
+        self._places, self._data = places, data
+
+
+def _read_places(header: bytes) -> tuple[dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]], int]:
+    """Return type, shape and place of each tensor, and the bytes of all.
+
+    Raises:
+        InvalidArgument: the header is invalid.
+    """
+    try:
+        fields = orjson.loads(header)
+    except ValueError as error:
+        raise InvalidArgument("data", f"has a header that is no JSON: {str(error)[:80]}") from error
+    if not isinstance(fields, dict):
+        raise InvalidArgument("data", "has a header that is no JSON object")
+    places = {name: _read_place(name, given) for name, given in fields.items() if name != "__metadata__"}
+    last = 0
+    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
+        if begin != last:
+            raise InvalidArgument("data", f"tensor {name[:80]!r} begins at {begin}, not {last}")
+        last = end
+    return places, last
+
+
+def _read_place(name: str, given: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
+    what = f"tensor {name[:80]!r}"
+    fields = given if isinstance(given, dict) else {}
+    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _STORED_TYPES:
+        raise InvalidArgument("data", f"{what} is {str(dtype)[:20]}, not one of {', '.join(_STORED_TYPES)}")
+    for numbers in (shape, place):
+        if not (isinstance(numbers, list) and all(type(one) is int and 0 <= one < 1 << 48 for one in numbers)):
+            raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
+    found, size = np.dtype(_STORED_TYPES[dtype]), math.prod(shape)
+    if len(shape) > _MAX_AXES or size >= 1 << 48 or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
+        problem = f"has data_offsets {str(place)[:40]} for shape {str(shape)[:40]}"
+        raise InvalidArgument("data", f"{what} {problem}, of {found.itemsize} bytes each")
+    return found, tuple(shape), place[0], place[1]
+
+
+_MAX_AXES = 8
+
+
 class RoleCounts:
     """The counters of one server.
 
@@ -358,6 +510,8 @@ class EngineClient(Protocol):
     def update_weights(
         self, weights: object, mode: PauseMode = "keep", version: str | int | None = None
     ) -> Future[str]: ...
+
+    def check_weights(self, weights: object) -> None: ...
 
     @property
     def weight_version(self) -> str:
@@ -492,9 +646,17 @@ class LoadedModel:
         Raises:
             Unsupported: the model has a classification head, which is not among the weights of the engine.
         """
+        self._require_all_weights()
+        return self.engine.update_weights(weights, mode, version)
+
+    def check_weights(self, weights: object) -> None:
+        """Check names, shapes and types for `update_weights`; raise as it does."""
+        self._require_all_weights()
+        self.engine.check_weights(weights)
+
+    def _require_all_weights(self) -> None:
         if self.pooler is not None and self.pooler.labels:
             raise Unsupported("update_weights: is not supported for models with a classification head")
-        return self.engine.update_weights(weights, mode, version)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -29,8 +29,9 @@ import enum
 import functools
 import itertools
 import math
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ from jpaged.service.calls import (
 )
 from jpaged.service.chat.output_parser import ChatOutputParser
 from jpaged.service.input_processor import move_grammars
-from jpaged.service.loaded_model import LoadedModel
+from jpaged.service.loaded_model import LoadedModel, WeightUpload
 from jpaged.types import (
     FinishReason,
     LoadedAdapter,
@@ -261,6 +262,21 @@ class ServiceState:
             self.failure = error or (None if self.model is None else self.model.engine.failure)
 
 
+_UPLOAD_TIMEOUT_S = 60.0
+"""Time without a part after which another client may send weights."""
+
+
+@contextlib.contextmanager
+def _naming_weights(field: str) -> Iterator[None]:
+    """Name the weights in errors as the caller's field."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field != "weights":
+            raise
+        raise InvalidArgument(field, error.problem) from error
+
+
 class Service:
     """Operations of a server, independent of the protocol. Bound to the event loop of the first call.
 
@@ -293,6 +309,8 @@ class Service:
         self._open: dict[tuple[str, str], RequestHandle] = {}
         self._num_calls = 0
         self._num_several = 0
+        self._upload: WeightUpload | None = None
+        self._upload_name, self._upload_s = "", 0.0
 
     @contextlib.asynccontextmanager
     async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[RequestHandle]:
@@ -471,26 +489,103 @@ class Service:
         model = self.controlled("LoadAdapter", name, self.state.serving())
         return await self._workers.read(lambda: model.adapters.load(name, path, replaces=replaces))
 
-    async def update_weights(self, path: str, mode: PauseMode = "keep", version: str | int | None = None) -> str:
-        """Replace the model's weights by those of a path of this machine; return their version.
+    async def update_weights(
+        self, source: str | WeightUpload, mode: PauseMode = "keep", version: str | int | None = None
+    ) -> str:
+        """Replace the model's weights by those of a path of this machine, or sent ones; return their version.
 
         The weights are replaced even if the caller disconnects.
 
         Raises:
-            InvalidArgument: the weights are not of this model; see `Engine.update_weights`.
+            InvalidArgument: the weights are not of this model, or not complete; see `Engine.update_weights`.
             Unsupported: the server was started without --enable-sleep-mode, or the weights cannot be replaced.
         """
+        field = "path" if isinstance(source, str) else "data"
+        model = self._model_to_update(source if isinstance(source, str) else "")
+        if isinstance(source, str):
+            require_whole_characters("path", source)
+        weights = source if isinstance(source, str) else source.arrays()
+        with _naming_weights(field):
+            begun = await self._workers.read(lambda: model.update_weights(weights, mode, version))
+            return await detached(asyncio.wrap_future(begun))
+
+    @contextlib.contextmanager
+    def receive_weights(self) -> Iterator[WeightUpload]:
+        """Return weights to receive, of one client at a time; parts may be written on any thread.
+
+        Raises:
+            Unavailable: another client sends weights.
+            Unsupported: as for `update_weights`.
+        """
+        upload = self._open_upload("")
+        try:
+            yield upload
+        finally:
+            self._close_upload(upload)
+
+    async def send_weights(self, name: str, offset: int, part: bytes) -> int:
+        """Add a part of the weights that a client sends under its upload id; return the bytes that have arrived.
+
+        A name that is new begins them. A client that sends nothing for a minute has given up.
+
+        Raises:
+            InvalidArgument: the name is empty, or as `WeightUpload.write`.
+            Unavailable: another client sends weights.
+            Unsupported: as for `update_weights`.
+        """
+        require_name("upload", name)
+        self._model_to_update("")
+        upload = self._upload
+        if upload is None or name != self._upload_name:
+            upload = self._open_upload(name)
+        self._upload_s = time.monotonic()
+        try:
+            await self.write_weights(upload, part, offset)
+        except InvalidArgument:
+            if not upload.has_header:
+                self._close_upload(upload)
+            raise
+        return upload.num_bytes
+
+    async def write_weights(self, upload: WeightUpload, part: bytes, offset: int | None = None) -> None:
+        """Write a part; the header is checked on a thread. Raise as `WeightUpload.write`."""
+        with _naming_weights("data"):
+            if upload.has_header:
+                upload.write(part, offset)
+            else:
+                await self._workers.read(lambda: upload.write(part, offset))
+
+    async def update_sent_weights(self, name: str, mode: PauseMode, version: str | int | None) -> str:
+        """Replace the weights by those that `send_weights` has received, and release them; see `update_weights`.
+
+        Raises:
+            NotFound: no weights were sent under this name.
+        """
+        upload = self._upload
+        if upload is None or name != self._upload_name:
+            raise NotFound(f"upload: no weights were sent as {name[:80]!r}")
+        try:
+            return await self.update_weights(upload, mode, version)
+        finally:
+            self._close_upload(upload)
+
+    def _open_upload(self, name: str) -> WeightUpload:
+        model = self._model_to_update("")
+        is_open = self._upload is not None
+        if is_open and not (self._upload_name and time.monotonic() > self._upload_s + _UPLOAD_TIMEOUT_S):
+            raise Unavailable("another client sends weights: try again")
+        self._upload, self._upload_name = WeightUpload(model.check_weights), name
+        return self._upload
+
+    def _close_upload(self, upload: WeightUpload) -> None:
+        if self._upload is upload:
+            self._upload, self._upload_name = None, ""
+
+    def _model_to_update(self, path: str) -> LoadedModel:
         model = self.controlled("UpdateWeights", path, self.state.serving())
         if not model.config.scheduler.enable_sleep_mode:
             raise Unsupported("updating weights is off: start the server with --enable-sleep-mode")
-        require_whole_characters("path", path)
-        try:
-            begun = await self._workers.read(lambda: model.update_weights(path, mode, version))
-            return await detached(asyncio.wrap_future(begun))
-        except InvalidArgument as error:
-            if error.field != "weights":
-                raise
-            raise InvalidArgument("path", error.problem) from error
+        return model
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it continue.

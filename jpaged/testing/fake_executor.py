@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -173,6 +173,21 @@ class FakeHostBlocks:
     def set_weight(self, weight: int) -> None:
         """Set what the blocks are written with."""
         self._weight = weight
+
+
+@dataclass(slots=True)
+class FakeRoutes:
+    """Implements `jpaged.engine.executor.RoutedExperts`: a token's experts are bytes from the digest of the prefix."""
+
+    pool: NDArray[np.int64]
+    block_size: int
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> NDArray[np.uint8]:
+        """Return two experts in each of three layers, of which the first has none."""
+        digests = self.pool[slots_of_blocks([*block_ids], self.block_size), 1][:num_tokens]
+        ids = np.zeros((num_tokens, 3, 2), np.uint8)
+        ids[:, 1:] = digests.view(np.uint8).reshape(-1, 8)[:, :4].reshape(-1, 2, 2)
+        return ids
 
 
 @dataclass(slots=True)
@@ -343,6 +358,7 @@ class FakeExecutor:
     state_bytes = 0
     state_checkpoint_blocks = 0
     num_compiles_after_warm_up = 0
+    keeps_routes = False
     expert_stats: ExpertStats | None = None
     sampled: Callable[[SeenTokens, np.void, int], int] = staticmethod(sampled)
 
@@ -407,6 +423,11 @@ class FakeExecutor:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def routed_experts(self) -> FakeRoutes | None:
+        """Reads the digests of tokens, if `keeps_routes`."""
+        return FakeRoutes(self._pool, self._geometry.block_size) if self.keeps_routes else None
 
     @property
     def sleeper(self) -> Sleeper:
@@ -601,11 +622,13 @@ class FakeExecutor:
         self.asleep.remove(tag)
 
     def check_update(self, weights: object) -> FakeUpdate:
-        """Return an update that was made by a test, or one of the number in a file.
+        """Return an update that was made by a test, or one of the number in a file or in the array `weight`.
 
         Raises:
-            InvalidArgument: it is neither.
+            InvalidArgument: it is none of them.
         """
+        if isinstance(weights, Mapping) and [*weights] == ["weight"] and weights["weight"].shape == (1,):
+            return FakeUpdate(int(weights["weight"][0]))
         if isinstance(weights, str) and Path(weights).is_file():
             return FakeUpdate(int(Path(weights).read_text(encoding="utf-8")))
         if not isinstance(weights, FakeUpdate):

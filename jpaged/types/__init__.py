@@ -67,6 +67,7 @@ from jpaged.types.values import (
     TokenLogprob,
     Usage,
     WeightVersionRun,
+    join_experts,
     to_host_array,
     widen_bfloat16,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "Usage",
     "WeightVersionRun",
     "is_loopback",
+    "join_experts",
     "param",
     "require_whole_characters",
     "text_bytes",

@@ -586,6 +586,7 @@ class SequenceDelta:
         tool_calls: chats: parts of calls, in order; not part of `text`.
         weight_versions: set only with `finish`: the versions that sampled all tokens of the sequence, in order; then,
             with 0 tokens, others that sampled beams or `best_of` sequences that it was ranked with.
+        routed_experts: a part of those of `CompletionOutput`, in order; the last one comes with `finish`.
     """
 
     request_id: str
@@ -603,6 +604,7 @@ class SequenceDelta:
     reasoning_content: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -610,6 +612,12 @@ class OutputEvent(SequenceDelta):
     """Delta of one engine step. `error` is set only on the last event, if the request failed."""
 
     error: Exception | None = None
+
+
+def join_experts(parts: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """Return `routed_experts` of all parts in order; None without any."""
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if len(found) > 1 else next(iter(found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,6 +636,10 @@ class CompletionOutput:
         weight_versions: versions of the weights that sampled the tokens, in order: one, unless the weights were updated
             while the request was kept. Versions of other beams, or samples of `best_of`, that it was ranked with have 0
             tokens. Empty while a stream continues, and from servers that do not report them.
+        routed_experts: `[tokens, layers, top_k]`: the experts of each token of prompt and output, the best first, in
+            unsigned integers; 0 in layers without experts. The last token has none, because it was not computed, and
+            the first `routed_experts_prompt_start` ones are left out. None unless the engine returns them, while a
+            stream continues, and if no token was computed.
     """
 
     index: int
@@ -641,6 +653,7 @@ class CompletionOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     lora_request: LoRARequest | None = None
     weight_versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
     @property
     def weight_version(self) -> str:

@@ -122,6 +122,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "smg_grpc_proto": {"server"},
     "llguidance": {"service"},
     "lm_eval": {"evaluation"},
+    "mooncake": {"engine"},
     "tunix": {"tunix"},
     "pyarrow": {"client"},
     "ray": {"ray"},

@@ -172,7 +172,9 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "sampling_logprobs": ([], True),
     "prompt_logprobs": (["-1"], -1),
     "truncate_prompt_tokens": (["7"], 7),
+    "thinking_token_budget": (["6"], 6),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputs(regex="a+")),
+    "routed_experts_prompt_start": (["3"], 3),
 }
 
 

@@ -5,11 +5,15 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jpaged.client import AdapterInfo, AsyncClient, Client
+from jpaged._proto.v1 import control_pb2
+from jpaged.client import AdapterInfo, AsyncClient, Client, convert
 from jpaged.client.batch import BatchOptions, run_batch
-from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unsupported
+from jpaged.client.convert import UnaryCall
+from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, PermissionDenied, Unavailable, Unsupported
+from jpaged.service import service
 from jpaged.testing import expected_tokens, with_adapters
 from jpaged.types import SamplingParams
 from tests.server import harness as rig
@@ -232,3 +236,52 @@ async def test_weights_are_replaced_by_those_of_a_path_of_the_server(files):
     async with running() as harness, AsyncClient(harness.target) as client:
         with pytest.raises(Unsupported, match=r"updating weights is off: .*--enable-sleep-mode"):
             await client.update_weights(str(files / "a"))
+
+
+WEIGHT = {"weight": np.array([5])}
+
+
+async def test_weights_are_replaced_by_arrays_that_are_sent() -> None:
+    async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
+        assert await client.update_weights(WEIGHT, mode="wait", version="sent") == "sent"
+        assert (await client.complete(PROMPT, GREEDY)).outputs[0].token_ids == tokens_of(5)
+
+        def update() -> str:
+            with Client(harness.target) as client:
+                return client.update_weights([("weight", np.array([7]))])
+
+        assert await asyncio.to_thread(update) == "2"
+        assert (await client.complete(PROMPT, GREEDY)).outputs[0].token_ids == tokens_of(7)
+        with pytest.raises(InvalidArgument, match=r"data: .* is not a FakeUpdate"):
+            await client.update_weights({"other": np.array([7])})
+        with pytest.raises(InvalidArgument, match=r"weights: tensor weight is a str of type ''"):
+            await client.update_weights({"weight": "x"})
+        with pytest.raises(InvalidArgument, match=r"weights: tensor weight occurs twice"):
+            await client.update_weights([("weight", np.array([7]))] * 2)
+        assert await client.update_weights(WEIGHT) == "3"  # nothing is left of those that were refused
+
+
+@pytest.mark.long
+async def test_another_client_waits_until_weights_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops halfway changes nothing, and another one may send after a while."""
+    monkeypatch.setattr(convert, "_PART_BYTES", 20)
+    first, *_, last = convert.send_weights_calls(WEIGHT, "keep", None)
+    async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
+        assert await client._run(first) == await client._run(first) == 20
+        with pytest.raises(Unavailable, match="another client sends weights"):
+            await client.update_weights(WEIGHT, version="second")
+        with pytest.raises(InvalidArgument, match="data: ends after 20 bytes"):
+            await client._run(last)
+        with pytest.raises(NotFound, match="upload: no weights were sent as"):
+            await client._run(last)
+        await client._run(first)
+        monkeypatch.setattr(service, "_UPLOAD_TIMEOUT_S", 0.0)
+        assert await client.update_weights(WEIGHT, version="second") == "second"
+        with pytest.raises(InvalidArgument, match="upload"):
+            await client._run(UnaryCall("SendWeights", control_pb2.SendWeightsRequest(data=b"x"), lambda one: one))
+        both = control_pb2.UpdateWeightsRequest(path="a", upload="b")
+        with pytest.raises(InvalidArgument, match="upload: conflicts with path"):
+            await client._run(UnaryCall("UpdateWeights", both, lambda one: one))
+    async with running() as harness, AsyncClient(harness.target) as client:
+        with pytest.raises(Unsupported, match=r"updating weights is off: .*--enable-sleep-mode"):
+            await client.update_weights(WEIGHT)

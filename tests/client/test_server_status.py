@@ -22,7 +22,8 @@ class Call:
     """Gets statuses as a call of grpc.aio does: the last one stays, and each calls the callback."""
 
     def __init__(self):
-        self._callbacks, self._status = [], None
+        self._callbacks: list[Any] = []
+        self._status: Any = None
 
     def add_done_callback(self, callback):
         self._callbacks.append(callback)

@@ -57,7 +57,7 @@ APART = {
     "lossy_kv_sinks",
 }
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
-APART |= {"kv_transfer_config", "state_checkpoint_interval", "enable_prompt_embeds"}
+APART |= {"kv_transfer_config", "state_checkpoint_interval", "enable_prompt_embeds", "enable_return_routed_experts"}
 APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
 APART.add("long_prefill_token_threshold")
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}

@@ -128,7 +128,6 @@ def test_the_kind_of_outputs_is_a_field() -> None:
         {"extra_args": {"a": 1}},
         {"flat_logprobs": True},
         {"repetition_detection": object()},
-        {"thinking_token_budget": 5},
         {"guided_decoding": {"regex": "a"}},
     ],
 )

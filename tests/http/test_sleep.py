@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
@@ -158,3 +161,33 @@ async def test_updates_that_cannot_be_are_refused(path: str, body: dict[str, Any
         refused = await client.post(path, json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         assert (await client.get("/weight_version")).json() == {"weight_version": "0"}
+
+
+async def test_weights_are_sent_in_the_body() -> None:
+    """A file of safetensors replaces the weights; one that ends early, or is not of the model, changes nothing."""
+    content, kind = save({"weight": np.array([7])}), {"content-type": "application/octet-stream"}
+    prompt = [3, 4, 5]
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0.0, "return_token_ids": True}
+
+    async def part_by_part() -> AsyncIterator[bytes]:
+        for begin in range(0, len(content), 7):
+            yield content[begin : begin + 7]
+
+    harnesses = running(http_port=0, enable_sleep_mode=True)
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+
+        async def send(given: Any, query: str = "") -> httpx2.Response:
+            return await client.post(f"/update_weights{query}", content=given, headers=kind)
+
+        for wrong in (content[:-1], content + b"x", b"", save({"other": np.array([7])}), b"{}"):
+            refused = await send(wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data")
+        refused = await send(content, "?mode=stop")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mode")
+        assert (await client.get("/weight_version")).json() == {"weight_version": "0"}
+        answer = await send(part_by_part(), "?mode=wait&version=step")
+        assert (answer.status_code, answer.json()["weight_version"]) == (200, "step")
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["token_ids"] == expected_tokens(prompt, 6, weight=7)
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        assert (await client.post("/update_weights", content=content, headers=kind)).status_code == 501

@@ -78,6 +78,20 @@ MEMORY_FAULTS = (
         WEIGHTS,
     ),
     Fault(
+        "experts of tokens that a request leaves out are returned",
+        "output/processor.py",
+        "        start = min(group.request.sampling.routed_experts_prompt_start, num_tokens)\n",
+        "        start = 0\n",
+        ("test_routed_experts.py",),
+    ),
+    Fault(
+        "the experts of a token that no step has computed are returned",
+        "output/processor.py",
+        "        num_tokens = min(len(sequence.token_ids) - 1, sequence.num_computed_tokens)\n",
+        "        num_tokens = len(sequence.token_ids)\n",
+        ("test_routed_experts.py",),
+    ),
+    Fault(
         "the first release of a shared block frees it",
         "kv_cache/blocks.py",
         "            if count == 1:\n                self._free_lists[",

@@ -10,6 +10,7 @@ SLOW = ("kv_cache/offload/test_slow_disk.py",)
 THREADS = ("kv_cache/offload/test_threads.py",)
 TOLD = ("kv_cache/offload/test_told.py",)
 CONNECTOR = ("kv_cache/offload/test_connector.py",)
+MOONCAKE = ("kv_cache/offload/test_mooncake.py",)
 
 STORE_FAULTS = (
     Fault(
@@ -527,5 +528,68 @@ TIER_FAULTS = (
         "                for key in known:\n",
         "                for key in ():\n",
         CONNECTOR,
+    ),
+    Fault(
+        "a fleet's keys have no version of the weights",
+        "kv_cache/offload/mooncake.py",
+        "jpaged/{config.identity.hex()}/",
+        "jpaged/",
+        MOONCAKE,
+    ),
+    Fault(
+        "a fleet's keys have no tenant and no salt",
+        "kv_cache/blocks.py",
+        '+ len(named).to_bytes(4, "big") + named + salt.encode()).digest()',
+        ").digest()",
+        MOONCAKE,
+    ),
+    Fault(
+        "a fleet's keys have no prefix of options",
+        "kv_cache/offload/mooncake.py",
+        'f"{options.cache_prefix}jpaged/',
+        'f"jpaged/',
+        MOONCAKE,
+    ),
+    Fault(
+        "a hanging call of Mooncake stops all loads, each for its timeout",
+        "kv_cache/offload/mooncake.py",
+        "or not self._is_up or self._is_hung():",
+        "or not self._is_up:",
+        MOONCAKE,
+    ),
+    Fault(
+        "a lost master of Mooncake is never found again",
+        "kv_cache/offload/mooncake.py",
+        "            if self._recover(is_start=False):\n                break\n",
+        "            break\n",
+        MOONCAKE,
+    ),
+    Fault(
+        "what is removed while Mooncake's master is lost is found afterwards",
+        "kv_cache/offload/mooncake.py",
+        "                for pattern in [*self._unremoved]:\n",
+        "                self._unremoved.clear()\n                for pattern in [*self._unremoved]:\n",
+        MOONCAKE,
+    ),
+    Fault(
+        "a client of Mooncake is closed under a hanging call",
+        "kv_cache/offload/mooncake.py",
+        "and not self._running and not self._hung:",
+        "and True:",
+        MOONCAKE,
+    ),
+    Fault(
+        "each block of a prompt is looked up in a separate call",
+        "kv_cache/connector.py",
+        "        if self._lookup_all is None or not keys or not self._is_on:\n",
+        "        if True:\n",
+        MOONCAKE,
+    ),
+    Fault(
+        "a value of Mooncake of another size is used",
+        "kv_cache/offload/mooncake.py",
+        "return self._calls.transfer(read) == self._value_bytes",
+        "return self._calls.transfer(read) > 0",
+        MOONCAKE,
     ),
 )

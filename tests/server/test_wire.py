@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
@@ -74,7 +75,9 @@ SAMPLING: dict[str, Any] = {
     "sampling_logprobs": True,
     "prompt_logprobs": -1,
     "truncate_prompt_tokens": 12,
+    "thinking_token_budget": 6,
     "structured_outputs": StructuredOutputs(choice=["a", "b"], always_complete=True),
+    "routed_experts_prompt_start": 3,
 }
 # What else must be set for a field to have its value.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -174,6 +177,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         prompt_logprobs=(PositionLogprobs(TokenLogprob(1, -0.5, 2), (), (TokenLogprob(3, -0.25),)),),
         reasoning_content="so",
         tool_calls=(ToolCallPiece(0, "{", "id", "f"), ToolCallPiece(0, "}"), ToolCallPiece(1, "", "", "")),
+        routed_experts=np.arange(250, 262, dtype=np.uint16).reshape(2, 3, 2),
     )
     response = server_wire.build_response(event, "r", (7, 8), 2**64 - 1)
     assert {field.name for field, _ in response.ListFields()} == names_of(inference_pb2.GenerateResponse)
@@ -193,6 +197,7 @@ def test_a_response_carries_everything_of_an_event_to_the_client():
         "tool_calls",
     ):
         assert getattr(chunk, name) == getattr(event, name)
+    np.testing.assert_array_equal(chunk.routed_experts, event.routed_experts)
     assert chunk.prompt_token_ids == (7, 8)
     assert chunk.seed == 2**64 - 1
     assert chunk.is_last

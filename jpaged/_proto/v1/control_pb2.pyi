@@ -307,15 +307,33 @@ class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SendWeightsRequest(_message.Message):
+    __slots__ = ("upload", "offset", "data")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    upload: str
+    offset: int
+    data: bytes
+    def __init__(self, upload: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class SendWeightsResponse(_message.Message):
+    __slots__ = ("num_bytes",)
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "mode", "version")
+    __slots__ = ("path", "mode", "version", "upload")
     PATH_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
     path: str
     mode: UpdateMode
     version: str
-    def __init__(self, path: _Optional[str] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., version: _Optional[str] = ...) -> None: ...
+    upload: str
+    def __init__(self, path: _Optional[str] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., version: _Optional[str] = ..., upload: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("weight_version",)

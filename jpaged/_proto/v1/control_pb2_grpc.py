@@ -80,6 +80,11 @@ class ControlServiceStub:
                 request_serializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.SendWeights = channel.unary_unary(
+                '/jpaged.v1.ControlService/SendWeights',
+                request_serializer=jpaged_dot_v1_dot_control__pb2.SendWeightsRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_control__pb2.SendWeightsResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/jpaged.v1.ControlService/ListAdapters',
                 request_serializer=jpaged_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
@@ -169,6 +174,16 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendWeights(self, request, context):
+        """Sends a part of new weights for UpdateWeights: the bytes of a safetensors file, in order. Names, shapes and types are
+        checked when its header has arrived: INVALID_ARGUMENT. The server holds the weights of one client at a time, and
+        drops them a minute after their last part if another client sends some; UNAVAILABLE before that. Other errors are as
+        of UpdateWeights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
         """Lists the adapters that requests can use. UNAVAILABLE until the model is loaded.
         """
@@ -223,6 +238,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'SendWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendWeights,
+                    request_deserializer=jpaged_dot_v1_dot_control__pb2.SendWeightsRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_control__pb2.SendWeightsResponse.SerializeToString,
             ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
@@ -474,6 +494,33 @@ class ControlService:
             '/jpaged.v1.ControlService/UpdateWeights',
             jpaged_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
             jpaged_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.ControlService/SendWeights',
+            jpaged_dot_v1_dot_control__pb2.SendWeightsRequest.SerializeToString,
+            jpaged_dot_v1_dot_control__pb2.SendWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

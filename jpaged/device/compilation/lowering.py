@@ -184,8 +184,29 @@ def _sized_step(
         slots=_adapter_room(options.lora),
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
+        keeps_routes=_keeps_routes(options, config, groups),
     )
     return step, geometry
+
+
+def _keeps_routes(options: EngineConfig, config: ModelConfig, groups: KVGroups) -> bool:
+    """Return True if the pool has the experts of tokens.
+
+    Raises:
+        InvalidArgument: the model has no experts, or its pool no slot for each token of a sequence.
+    """
+    if not options.model.enable_return_routed_experts:
+        return False
+    reason = ""
+    if config.mixture is None or config.is_encoder:
+        reason = "generates no tokens" if config.is_encoder else "has no experts"
+    elif groups.windows[0] is not None:
+        reason = f"keeps the keys of at most {groups.windows[0]} tokens, and their experts are stored with them"
+    elif jax.process_count() > 1:
+        reason = "runs in several processes"
+    if reason:
+        raise InvalidArgument("enable_return_routed_experts", f"is on, but {config.architecture} {reason}")
+    return True
 
 
 def _pool_layout(
@@ -411,9 +432,10 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
     pool: Any = jax.ShapeDtypeStruct(layout.shape, layout.storage_dtype, sharding=of_pool)
     of_served: Any = of_pool
     states, load = step.abstract_states(geometry.num_state_slots), step.abstract_expert_load()
+    routes = step.abstract_routes
     experts = list(expert_arrays(params, step).values())
-    if states or load is not None:
-        pool = StatefulPool(pool, states, load)
+    if states or load is not None or routes is not None:
+        pool = StatefulPool(pool, states, load, routes)
         of_served = jax.tree.map(lambda struct: struct.sharding, pool)
     last_tokens = shape((step.max_sample_rows,), np.int32)
     counts = step.abstract_counts(geometry.max_num_seqs)

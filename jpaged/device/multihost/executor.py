@@ -403,6 +403,11 @@ class MultiHostExecutor(_OfProcess0):
         return None
 
     @property
+    def routed_experts(self) -> None:
+        """None: experts of tokens are not kept."""
+        return None
+
+    @property
     def sleeper(self) -> Sleeper | None:
         """None: each process would have to release its part at the same step."""
         return None

@@ -6,6 +6,7 @@ Requirements and sizes are computed without allocation and compilation.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -143,6 +144,8 @@ def split_params(params: Params) -> tuple[Params, Params]:
 def pool_bytes_per_block(step: Step) -> int:
     """Return the bytes that one device holds of a block in all pools of a step."""
     num_bytes = step.layout.local.bytes_per_block
+    if (routes := step.abstract_routes) is not None:
+        num_bytes += math.prod(routes.shape[1:]) * routes.dtype.itemsize
     if step.draft is None:
         return num_bytes
     model = step.draft.step.model

@@ -230,8 +230,9 @@ def lower_speculation(
     options = compiler_options(device, of_both, overlaps_sums=overlaps)
     speculate = functools.partial(packed_speculate, step, packing=rounds)
     of_model: Any = pool_of(step)
-    if states := step.abstract_states(geometry.num_state_slots):
-        of_model = StatefulPool(of_model, states)
+    states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
+    if states or routes is not None:
+        of_model = StatefulPool(of_model, states, routes=routes)
     results = (jax.tree.map(lambda struct: struct.sharding, of_model), placed), whole, whole
     jitted = jax.jit(speculate, donate_argnums=2, out_shardings=results, compiler_options=options)
     return jitted.lower(*params, (of_model, pool), last_tokens, shape((rounds.size,)))

@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from numpy.typing import NDArray
+
 from jpaged.engine.executor.aux_io import AuxInputs, AuxOutputs
 from jpaged.engine.executor.io import (
     I32,
@@ -322,6 +324,24 @@ class Sleeper(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    """Reads the experts of tokens, which the device stores with their keys.
+
+    Attributes:
+        block_size: tokens of a block.
+    """
+
+    block_size: int
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> NDArray[Any]:
+        """Return the experts of the first tokens of these blocks of the first KV group, after every dispatched step.
+
+        Returns:
+            unsigned integers `[num_tokens, layers, top_k]`, the best expert first; 0 in layers without experts.
+        """
+        ...
+
+
 class Executor(Protocol[Hidden, Handle]):
     """A device, several devices or a fake: holds the weights and the pool, and runs steps in order of dispatch.
 
@@ -345,6 +365,11 @@ class Executor(Protocol[Hidden, Handle]):
     @property
     def sleeper(self) -> Sleeper | None:
         """Releases the device memory; None if the executor cannot."""
+        ...
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Reads the experts of tokens; None if they are not kept."""
         ...
 
     @property

@@ -23,7 +23,7 @@ import operator
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
@@ -90,6 +90,9 @@ class KVConnector(Protocol):
     prompt take over 50 ms, the engine continues without them, and starts no others until they end. All other methods
     may block. Threads of the connector itself must be daemon threads, or end in `close`: otherwise the process does not
     exit.
+
+    **Optional methods.** `lookup_all(keys) -> Sequence[bool]` looks up the blocks of a prompt in one call, instead of
+    `lookup`. `check_config(extra_config)`, a static or class method, raises `InvalidArgument` before weights are read.
 
     **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
@@ -164,11 +167,12 @@ class ConnectorStore(Protocol):
         """Return True if the index has the key at this moment. Any thread may ask."""
         ...
 
-    def refresh(self, search: KeySearch) -> None:
+    def refresh(self, search: KeySearch, keys: Sequence[bytes] = ()) -> None:
         """Enter the stored keys that a search looks up in the index; return after 50 ms in any case.
 
         Args:
             search: calls its argument, which returns True if a key is stored, for keys; may run on another thread.
+            keys: those that the search may look up, for stores that look up several at once.
         """
         ...
 
@@ -220,7 +224,8 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
     """Import the class of a connector.
 
     Raises:
-        InvalidArgument: the module or the class cannot be imported, or the class lacks a method or has an async one.
+        InvalidArgument: the module or the class cannot be imported, the class lacks a method or has an async one, or
+            its `check_config` rejects the options.
     """
     path, name = options.kv_connector_module_path, options.kv_connector
     try:
@@ -240,10 +245,12 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
             f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
             "differs from vLLM's KVConnectorBase_V1",
         )
-    for method in (*_METHODS, "num_blocks"):
+    for method in (*_METHODS, "num_blocks", "lookup_all"):
         if inspect.iscoroutinefunction(getattr(kind, method, None)):
             problem = f"{name}.{method} is async: it must be a plain method, which threads of the engine call"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem)
+    if (check := getattr(kind, "check_config", None)) is not None:
+        check(options.kv_connector_extra_config)
     return cast(ConnectorClass, kind)
 
 
@@ -307,6 +314,8 @@ class ConnectorGuard:
         except BaseException as error:
             problem = f"{self._name} cannot start: {type(error).__name__}: {error}"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem) from error
+        self._lookup_all: Callable[[Sequence[bytes]], Sequence[bool]] | None
+        self._lookup_all = getattr(self._connector, "lookup_all", None)
         self._threads = DaemonThreadPool(1, "jpaged-connector-remove")
         self._lookups = lookups or DaemonThreadPool(1, "jpaged-connector-lookup")
 
@@ -325,12 +334,12 @@ class ConnectorGuard:
     def lookup(self, key: bytes) -> bool:
         return key in self._known and self._is_findable(key)
 
-    def refresh(self, search: KeySearch) -> None:
+    def refresh(self, search: KeySearch, keys: Sequence[bytes] = ()) -> None:
         slow = self._slow_search
         if not self._is_on or (slow is not None and not slow.done()):
             return
         try:
-            call = self._lookups.submit(self._search, search)
+            call = self._lookups.submit(self._search, search, keys)
         except RuntimeError:  # closed
             return
         try:
@@ -457,16 +466,17 @@ class ConnectorGuard:
         """Return False if the connector is off, or a removal of the key is pending."""
         return self._is_on and key not in self._removals and None not in self._removals
 
-    def _search(self, search: KeySearch) -> None:
+    def _search(self, search: KeySearch, keys: Sequence[bytes]) -> None:
         found: dict[bytes, None] = {}
         num_removals = self._num_removals
-
-        def is_stored(key: bytes) -> bool:
-            if self._query(key):
-                found[key] = None
-            return key in found
-
         with self._timed("lookup"):
+            looked_up = self._query_all(keys)
+
+            def is_stored(key: bytes) -> bool:
+                if looked_up[key] and self._is_findable(key) if key in looked_up else self._query(key):
+                    found[key] = None
+                return key in found
+
             search(is_stored)
         self._add_known(found, num_removals)
         self._count_blocks()
@@ -478,6 +488,16 @@ class ConnectorGuard:
         except BaseException as error:
             self._disable("lookup", error)
             return False
+
+    def _query_all(self, keys: Sequence[bytes]) -> dict[bytes, bool]:
+        """Return which of these keys a connector with `lookup_all` has; {} of any other. May block."""
+        if self._lookup_all is None or not keys or not self._is_on:
+            return {}
+        try:
+            return dict(zip(keys, self._lookup_all(keys), strict=True))
+        except BaseException as error:
+            self._disable("lookup_all", error)
+            return {}
 
     def _add_known(self, keys: Iterable[bytes], num_removals: int) -> None:
         """Enter keys in the index, unless a removal began or ended since `num_removals` was read."""

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.engine.executor import BEYOND_TOKENS, I32, StepOutputs
 from jpaged.engine.executor.aux_io import AuxOutputs, Truncation, compute_entropy
+from jpaged.engine.executor.verbs import RoutedExperts
 from jpaged.engine.output.beam import Beam, BeamSearch
 from jpaged.engine.scheduler.output import AuxRequest, SampledRows, StepAux
 from jpaged.engine.sequence import Sequence, SequenceGroup, collected_one_each
@@ -58,6 +59,10 @@ class Decoder(Protocol):
     """Tokenizer interface used here."""
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+_MAX_EXPERT_BYTES = 4 << 20
+"""Maximum bytes of the experts in an event."""
 
 
 class RememberedTexts:
@@ -351,6 +356,7 @@ class _OutputPart:
     finish: SequenceFinish | None = None
     cumulative_logprob: float | None = None
     versions: tuple[WeightVersionRun, ...] = ()
+    routed_experts: NDArray[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -364,6 +370,7 @@ class WithheldOutput:
     texts: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish: SequenceFinish | None = None
+    routed_experts: NDArray[Any] | None = None
 
     def add(self, text: str, logprobs: tuple[PositionLogprobs, ...], finish: SequenceFinish | None) -> None:
         """Append the next token."""
@@ -383,6 +390,7 @@ class WithheldOutput:
             piece = _OutputPart(text, tuple(token_ids[part]), logprobs, cumulative_logprob=cumulative_logprob)
             pieces.append(piece)
         pieces[-1].finish, pieces[-1].versions = self.finish, versions
+        pieces[-1].routed_experts = self.routed_experts
         return pieces
 
 
@@ -470,11 +478,11 @@ class OutputState:
             return sent + self._stop_strings.flush(), SequenceFinish(FinishReason.LENGTH)
         return sent, None
 
-    def end(self, finish: SequenceFinish) -> None:
+    def end(self, finish: SequenceFinish, routed_experts: NDArray[Any] | None) -> None:
         """End the withheld output between two tokens."""
         if self.held is not None:
             self.held.texts[-1:] = ["".join(self.held.texts[-1:]) + self.flush()]
-            self.held.finish = finish
+            self.held.finish, self.held.routed_experts = finish, routed_experts
 
     def flush(self) -> str:
         """Return the withheld text of a sequence that ends between two tokens."""
@@ -514,9 +522,15 @@ class OutputProcessor:
     Attributes:
         prompt_logprobs: aux outputs of prompts and samples.
         weight_version: of the weights that sample tokens.
+
+    Args:
+        routed_experts: reads the experts of tokens; None if they are not returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], routed_experts: RoutedExperts | None = None
+    ) -> None:
+        self._routed_experts = routed_experts
         self._texts = None if isinstance(tokenizer, NoTokenizer) else RememberedTexts(tokenizer)
         self._eos_token_ids = eos_token_ids
         self._ending_ids = _EndingIds()
@@ -593,6 +607,8 @@ class OutputProcessor:
             reported_sum = sequence.cumulative_logprob if state.needs_logprobs else None
             if state.held is not None:
                 state.held.add(text, positions, finish)
+                if finish is not None:
+                    state.held.routed_experts = self._read_experts(group, sequence)
             elif finish is None:
                 # Positional arguments and no _Piece: the common case takes a microsecond.
                 group.sink(
@@ -609,7 +625,8 @@ class OutputProcessor:
                 )
             else:
                 versions = sequence.count_versions(self.weight_version)
-                piece = _OutputPart(text, (token_id,), positions, finish, reported_sum, versions)
+                experts = self._read_experts(group, sequence)
+                piece = _OutputPart(text, (token_id,), positions, finish, reported_sum, versions, experts)
                 self._show(group, sequence.index, piece, is_last=len(group.live) == 1)
             if finish is not None:
                 yield group, sequence
@@ -627,8 +644,11 @@ class OutputProcessor:
                 break
         sequence.append_forced(token_ids[:num_taken])
         group.sampled(num_taken)
-        if state.held is None:
-            piece = _OutputPart("".join(texts), tuple(token_ids[:num_taken]), finish=finish)
+        experts = None if finish is None else self._read_experts(group, sequence)
+        if state.held is not None:
+            state.held.routed_experts = experts
+        else:
+            piece = _OutputPart("".join(texts), tuple(token_ids[:num_taken]), finish=finish, routed_experts=experts)
             piece.versions = () if finish is None else sequence.count_versions(self.weight_version)
             self._show(group, sequence.index, piece, is_last=finish is not None and len(group.live) == 1)
         return finish is not None
@@ -654,13 +674,14 @@ class OutputProcessor:
         live = group.live
         if group.request.is_non_streaming:
             for sequence in live:
-                self._states[sequence].end(finish)
+                self._states[sequence].end(finish, self._read_experts(group, sequence))
             self._show_parts(group, [self._parts(group, sequence) for sequence in group.sequences])
             return
         for i, sequence in enumerate(live):
             text = self._states[sequence].flush()
             piece = _OutputPart(text, finish=finish, cumulative_logprob=self._get_cumulative_logprob(sequence))
             piece.versions = sequence.count_versions(self.weight_version)
+            piece.routed_experts = self._read_experts(group, sequence)
             self._show(group, sequence.index, piece, is_last=i + 1 == len(live))
 
     def fail(self, group: SequenceGroup, error: Exception) -> None:
@@ -698,6 +719,18 @@ class OutputProcessor:
             versions = _with_rankers(versions, runs)
         return state.held.parts(token_ids, self._get_cumulative_logprob(sequence), versions)
 
+    def _read_experts(self, group: SequenceGroup, sequence: Sequence) -> NDArray[Any] | None:
+        """Return the experts of a sequence that ends; None without any. Waits for all dispatched steps."""
+        table = sequence.kv.tables[0]
+        if self._routed_experts is None or not table.num_blocks:
+            return None
+        num_tokens = min(len(sequence.token_ids) - 1, sequence.num_computed_tokens)
+        block_size = self._routed_experts.block_size
+        start = min(group.request.sampling.routed_experts_prompt_start, num_tokens)
+        first, end = start // block_size, -(-num_tokens // block_size)
+        block_ids = [table.block_id(index) for index in range(first, end)]
+        return self._routed_experts.read(block_ids, num_tokens - first * block_size)[start - first * block_size :]
+
     def _get_cumulative_logprob(self, sequence: Sequence) -> float | None:
         return sequence.cumulative_logprob if self._states[sequence].needs_logprobs else None
 
@@ -728,6 +761,11 @@ class OutputProcessor:
     ) -> None:
         if group in self.aux_outputs.ready and error is None:
             self._send_prompt_results(group)
+        experts = piece.routed_experts
+        while experts is not None and experts.nbytes > _MAX_EXPERT_BYTES:
+            size = max(1, _MAX_EXPERT_BYTES // experts[0].nbytes)
+            group.sink(OutputEvent(group.request.request_id, index, usage=_usage(group), routed_experts=experts[:size]))
+            experts = experts[size:]
         event = OutputEvent(
             request_id=group.request.request_id,
             index=index,
@@ -740,6 +778,7 @@ class OutputProcessor:
             is_last=is_last,
             times=group.times if is_last else None,
             weight_versions=piece.versions,
+            routed_experts=experts,
             error=error,
         )
         if is_last:

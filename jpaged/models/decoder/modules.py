@@ -18,7 +18,7 @@ import numpy as np
 from jpaged.errors import InternalError
 from jpaged.kernels import matmul
 from jpaged.kernels.experts import ExpertMap, ExpertsKernel, ExpertWeights, Routes, apply_experts, route
-from jpaged.kernels.recurrence import RecurrentRows, count_expert_load
+from jpaged.kernels.recurrence import RecurrentRows, record_routes
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
@@ -503,7 +503,7 @@ class DecoderLayer(Module):
         assert self.mlp is not None
         if isinstance(self.mlp, MixtureOfExperts):
             y_te, routes = self.mlp(x_te, shared.rows, norm=norm, residual=residual, kernel=shared.experts)
-            return y_te, count_expert_load(carry, routes.ids_tk, place.group, place.index)
+            return y_te, record_routes(carry, routes.ids_tk, place.group, place.index)
         if shared.states is None:
             return self.mlp(x_te, shared.rows, norm=norm, residual=residual), carry
         whole_te = jax.lax.with_sharding_constraint(x_te, shared.states.whole)

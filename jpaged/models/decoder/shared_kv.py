@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.kernels.experts import ExpertsKernel, Routes, apply_experts, route
-from jpaged.kernels.recurrence import count_expert_load
+from jpaged.kernels.recurrence import record_routes
 from jpaged.models import rope
 from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig
@@ -219,7 +219,7 @@ class SharingLayer(DecoderLayer):
         assert isinstance(self.mlp, NormedExperts)
         dense_te = self.dense.norm(self.dense.mlp(x_te, shared.rows, norm=norm))
         y_te, routes = self.mlp(x_te, shared.rows, norm=self.dense.experts_norm, kernel=shared.experts)
-        carry = count_expert_load(carry, routes.ids_tk, place.group, place.index)
+        carry = record_routes(carry, routes.ids_tk, place.group, place.index)
         return dense_te + self.dense.experts_post_norm(y_te), carry
 
 

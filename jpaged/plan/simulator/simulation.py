@@ -227,6 +227,11 @@ class SimulatedExecutor:
         return None
 
     @property
+    def routed_experts(self) -> None:
+        """None: experts of tokens are not kept."""
+        return None
+
+    @property
     def sleeper(self) -> Sleeper | None:
         """None: a simulated device has no memory."""
         return None

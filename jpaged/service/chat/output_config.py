@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -590,7 +591,12 @@ class ChatOutputConfig:
             Unsupported: the server does not know this model's format, or cannot enforce the options.
         """
         if options.reasoning.thinking_token_budget is not None:
-            self._check_budget(sampling)
+            self.check_budget("reasoning.thinking_token_budget", sampling)
+            if sampling.thinking_token_budget is not None:
+                problem = "conflicts with reasoning.thinking_token_budget: give only one of them"
+                raise InvalidArgument("sampling.thinking_token_budget", problem)
+        elif sampling.thinking_token_budget is not None:
+            self.check_budget("thinking_token_budget", sampling)
         if not options.reasoning.include and self._format.reasoning is None:
             raise Unsupported(
                 "reasoning.include: the reasoning format of this model is unknown, so it cannot be left out; set "
@@ -639,9 +645,18 @@ class ChatOutputConfig:
         except InvalidArgument as error:
             raise InvalidArgument("tools", f"their grammar is invalid: {error.problem}") from error
 
-    def thinking(self, options: ChatOptions, prompt_token_ids: Sequence[int]) -> ThinkingBudget | None:
-        """Return the thinking budget of an answer with the model's tags; None if unlimited."""
-        budget, reasoning = options.reasoning.thinking_token_budget, self._format.reasoning
+    def thinking(
+        self, options: ChatOptions | None, sampling: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> ThinkingBudget | None:
+        """Return the thinking budget of an answer with the model's tags; None if unlimited.
+
+        Args:
+            options: of a chat. None for another prompt, in which thinking begins with the opening tag: tokens after it
+                count, as in vLLM.
+        """
+        budget, reasoning = sampling.thinking_token_budget, self._format.reasoning
+        if options is not None and budget is None:
+            budget = options.reasoning.thinking_token_budget
         if budget is None or reasoning is None:
             return None
         opens, closes = (self._tag_ids(tag) for tag in (reasoning.open_tag, reasoning.close_tag))
@@ -650,7 +665,11 @@ class ChatOutputConfig:
             reasoning.close_tag,
             lambda token_id: self._tokenizer.decode([token_id], skip_special_tokens=False),
         )
-        is_open = self._is_open(prompt_token_ids)
+        if options is not None:
+            is_open = self._is_open(prompt_token_ids)
+        else:
+            num_used = _num_thinking(prompt_token_ids, opens, closes)
+            is_open, budget = num_used is not None, max(0, budget - (num_used or 0))
         return ThinkingBudget(opens, closes, budget, is_open_at_start=is_open, texts=texts)
 
     def answers(
@@ -675,13 +694,17 @@ class ChatOutputConfig:
             has_content=not (has_tools and options.choice.mode in (ToolChoiceMode.REQUIRED, ToolChoiceMode.NAMED)),
         )
 
-    def _check_budget(self, sampling: SamplingParams) -> None:
+    def check_budget(self, field: str, sampling: SamplingParams) -> None:
+        """Reject a thinking budget that the server cannot enforce.
+
+        Raises:
+            InvalidArgument: beam search has none.
+            Unsupported: the tags of this model are unknown.
+        """
         if self._format.reasoning is None:
-            raise Unsupported(
-                "reasoning.thinking_token_budget: the reasoning format of this model is unknown; set --reasoning-parser"
-            )
+            raise Unsupported(f"{field}: the reasoning format of this model is unknown; set --reasoning-parser")
         if sampling.beam_width:
-            raise InvalidArgument("reasoning.thinking_token_budget", "must be left out with sampling.beam_width")
+            raise InvalidArgument(field, "must be left out with sampling.beam_width")
 
     def _tag_ids(self, tag: str) -> list[int]:
         if isinstance(self._tokenizer, KnowsSpecialTokens):
@@ -691,6 +714,23 @@ class ChatOutputConfig:
     def _is_open(self, prompt_token_ids: Sequence[int]) -> bool:
         tail = list(prompt_token_ids[-_NUM_TAIL_TOKENS:])
         return self._format.is_open(self._tokenizer.decode(tail, skip_special_tokens=False))
+
+
+def _num_thinking(prompt_token_ids: Sequence[int], opens: Sequence[int], closes: Sequence[int]) -> int | None:
+    """Return the number of tokens after the prompt's last opening tag; None if there is none, or it is closed."""
+    packed = array("i", prompt_token_ids).tobytes()
+    opened = _last_place(packed, opens)
+    return None if opened <= _last_place(packed, closes) else len(prompt_token_ids) - opened - len(opens)
+
+
+def _last_place(packed: bytes, tag: Sequence[int]) -> int:
+    """Return the index of the last occurrence of a tag in packed token ids; -1 if there is none."""
+    tokens = array("i", tag)
+    wanted, at = tokens.tobytes(), len(packed)
+    while tokens and (at := packed.rfind(wanted, 0, at + len(wanted) - 1)) >= 0:
+        if at % tokens.itemsize == 0:
+            return at // tokens.itemsize
+    return -1
 
 
 def _why_held(options: ChatOptions) -> str:

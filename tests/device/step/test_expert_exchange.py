@@ -18,7 +18,7 @@ from jpaged.device.mesh import MODEL_AXIS, build_mesh
 from jpaged.device.sharded_matmul import _exchanging_kernel, _gathering_kernel, exchange_experts, replicate_experts
 from jpaged.kernels.experts import ExpertMap, ExpertsKernel, ExpertWeights, Routes, sorted_rows
 from jpaged.kernels.mixture_kind import SILU, Routing
-from jpaged.kernels.recurrence import StatefulPool, count_expert_load, read_expert_load
+from jpaged.kernels.recurrence import StatefulPool, read_expert_load, record_routes
 from jpaged.models.config import Mixture
 from jpaged.models.sharding import build_expert_map
 from tests.conftest import QUICK_XLA_OPTIONS
@@ -126,9 +126,9 @@ def test_each_device_counts_the_rows_that_it_routed() -> None:
     pool = StatefulPool(jnp.zeros(1), (), jnp.zeros((1, 2, 2, 4), jnp.int32))
     ids = jnp.array([[0, 1], [1, 3], [2, 0], [4, 4]])  # 4 is none; two rows on each device
     for _ in range(2):
-        pool = count_expert_load(pool, ids, 0, jnp.int32(1))
+        pool = record_routes(pool, ids, 0, jnp.int32(1))
     assert pool.expert_load[0].tolist() == [[[0] * 4] * 2, [[2, 4, 0, 2], [2, 0, 2, 0]]]
     zeros, load = read_expert_load(pool.expert_load)
     assert (load[0].tolist(), bool(jnp.any(zeros))) == ([[0.0] * 4, [4.0, 4.0, 2.0, 2.0]], False)
     without = dataclasses.replace(pool, expert_load=None)
-    assert count_expert_load(without, ids, 0, jnp.int32(0)) is without
+    assert record_routes(without, ids, 0, jnp.int32(0)) is without

@@ -92,6 +92,10 @@ def test_options_that_become_others() -> None:
     def options(**fields: Any) -> Any:
         return chat_job({"messages": MESSAGES, **fields}).prompts[0].chat_options
 
+    assert sampled(thinking_token_budget=7).thinking_token_budget == 7
+    assert sampled(thinking_token_budget=-1) == sampled()
+    chat = chat_job({"messages": MESSAGES, "max_tokens": 5, "thinking_token_budget": 7})
+    assert chat.sampling.thinking_token_budget is None
     assert options(thinking_token_budget=7).reasoning.thinking_token_budget == 7
     assert options(thinking_token_budget=-1) == options()
     assert options(add_special_tokens=True).add_special_tokens and not options().add_special_tokens

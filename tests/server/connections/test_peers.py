@@ -38,6 +38,7 @@ METHODS: dict[str, Any] = {
     "/jpaged.v1.ControlService/LoadAdapter": control_pb2.LoadAdapterRequest,
     "/jpaged.v1.ControlService/UnloadAdapter": control_pb2.UnloadAdapterRequest,
     "/jpaged.v1.ControlService/UpdateWeights": control_pb2.UpdateWeightsRequest,
+    "/jpaged.v1.ControlService/SendWeights": control_pb2.SendWeightsRequest,
     "/jpaged.v1.ControlService/ListAdapters": control_pb2.ListAdaptersRequest,
     "/grpc.health.v1.Health/Check": health_pb2.HealthCheckRequest,
     "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest,

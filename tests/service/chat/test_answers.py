@@ -8,9 +8,10 @@ from jpaged.outputs import Completions
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.chat.output_parser import ChatOutputParser, WithoutTokens
+from jpaged.service.input_processor import InputProcessor
 from jpaged.structured import ConstraintKind, StructuredOutputs
-from jpaged.testing import ByteTokenizer
-from jpaged.types import FinishReason, OutputEvent, SamplingParams, SequenceFinish
+from jpaged.testing import ByteTokenizer, FakeExecutor
+from jpaged.types import FinishReason, OutputEvent, Prompt, SamplingParams, SequenceFinish
 
 QWEN = AnswerFormat(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
 ARGUMENTS = '{"city": "Z\u00fcrich \U0001f3d4", "tag": "</tool_call>"}'
@@ -275,6 +276,75 @@ def test_tools_that_are_too_large_for_a_grammar_are_named():
 def test_what_cannot_be_answered_is_named(answer_format, options, sampling, error, message):
     with pytest.raises(error, match=f"^{message}"):
         answering(answer_format).check(options, SamplingParams(**sampling))
+
+
+def think(prompt, budget, answer_format=QWEN, **fields):
+    """Return the state of a completion's budget, as the request with this prompt has it."""
+    processor = InputProcessor(ByteTokenizer(), FakeExecutor().geometry, answering=answering(answer_format))
+    sampling = SamplingParams(thinking_token_budget=budget, **fields)
+    return processor.make_request(request_id="r", sampling=sampling, prompt=Prompt(text=prompt)).thinking
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open", "num_left"),
+    [
+        ("Tell me", False, 5),
+        ("<think>", True, 5),
+        ("a<think>\n12", True, 2),
+        ("a<think>1234567", True, 0),
+        ("<think>a</think>b", False, 5),
+        ("<think>a</think>b<think>cd", True, 3),
+        ("</think><thin", False, 5),
+    ],
+)
+def test_thinking_of_a_completion_begins_with_the_tag_in_its_prompt(prompt, is_open, num_left):
+    thinking = think(prompt, 5)
+    assert thinking.is_open == is_open
+    for _ in range(num_left):
+        assert thinking.forced() is None
+        thinking.push(ord("x"))
+    assert thinking.forced() == (ord("<") if is_open else None)
+
+
+def test_a_completion_that_opens_thinking_is_closed_after_its_budget():
+    thinking = think("Q:", 2)
+    for token_id in b"<think>ab":
+        assert thinking.forced() is None
+        thinking.push(token_id)
+    closing = []
+    while (token_id := thinking.forced()) is not None:
+        closing.append(token_id)
+        thinking.push(token_id)
+    assert bytes(closing) == b"</think>"
+
+
+def test_a_budget_of_minus_one_is_none():
+    assert SamplingParams(thinking_token_budget=-1) == SamplingParams()
+    assert think("<think>", -1) is None
+
+
+def test_a_budget_of_a_completion_that_cannot_be_kept_is_named():
+    with pytest.raises(Unsupported, match=r"^thinking_token_budget: .* --reasoning-parser"):
+        think("<think>", 5, AnswerFormat())
+    for unset in ({"beam_width": 2}, {"sampling_logprobs": True}):
+        with pytest.raises(InvalidArgument, match=r"^thinking_token_budget: 5 is out of range: must be None with"):
+            think("<think>", 5, **unset)
+
+
+def test_a_chat_takes_its_budget_from_either_place_and_not_from_both():
+    budgets = ChatOptions(reasoning=ReasoningOptions(thinking_token_budget=3)), SamplingParams(thinking_token_budget=3)
+    prompt = list(b"assistant: <think>\n")
+    for options, sampling in ((budgets[0], SamplingParams()), (ChatOptions(), budgets[1])):
+        answering().check(options, sampling)
+        thinking = answering().thinking(options, sampling, prompt)
+        for _ in range(3):
+            assert thinking.forced() is None
+            thinking.push(ord("x"))
+        assert thinking.forced() == ord("<")
+    with pytest.raises(InvalidArgument, match=r"^sampling.thinking_token_budget: conflicts with reasoning\."):
+        answering().check(*budgets)
+    with pytest.raises(Unsupported, match=r"^thinking_token_budget: .* --reasoning-parser"):
+        answering(AnswerFormat()).check(ChatOptions(), budgets[1])
 
 
 def test_tools_that_nobody_may_call_need_no_format():

@@ -715,8 +715,10 @@ class ConnectorTier:
         """
         if self._prefixes is not None:
             has_prefix, reaches = self._prefixes.has_prefix, self._prefixes.reaches
+            hashes = (group_block_hash(key, kv_group) for key in keys for kv_group in range(len(reaches)))
             self._store.refresh(
-                lambda is_stored: num_usable(keys, reaches, lambda key: has_prefix(key) or is_stored(key))
+                lambda is_stored: num_usable(keys, reaches, lambda key: has_prefix(key) or is_stored(key)),
+                [key for key in hashes if not has_prefix(key)],
             )
 
     # --- exports to other servers ---------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class CudaItemField(enum.IntEnum):
     FIRST_PART = 7
     NUM_PARTS = 8
     SLOT = 9
-    """The place of its result among the parts to merge; negative if its result is final."""
+    """The place of the result among the parts to merge; negative if the result is final."""
 
 
 class CudaMergeField(enum.IntEnum):
