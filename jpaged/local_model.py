@@ -17,13 +17,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
-from jpaged.build import build, ignore_progress
+from jpaged.build import build, ignore_progress, read_hf_fields
 from jpaged.chat import build_chat_options
-from jpaged.config import PROCESS_OPTIONS, EngineConfig, server_field_names, vllm_environment
+from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
@@ -34,6 +35,7 @@ from jpaged.sampling_params import (
     PROMPT_TOKENIZATION,
     PoolingParams,
     change_sampling,
+    check_tokenization,
     get_sampling_changes,
     python_names,
     with_defaults,
@@ -60,6 +62,7 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
+    parse_images,
     to_host_array,
 )
 
@@ -68,6 +71,7 @@ class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -81,6 +85,7 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: Sequence[int]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -108,7 +113,7 @@ Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
 _TASKS = ("generate", "embed", "token_embed")
-_NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_NOT_PROMPTS = ("mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -128,24 +133,6 @@ class ParsedPrompt(NamedTuple):
 
     prompt: Prompt
     cache_salt: str | None = None
-
-
-class ConfigView:
-    """Values of a loaded model by vLLM's names, for code that reads them.
-
-    Args:
-        name: path of the object, for errors.
-        advice: what to use for other attributes.
-    """
-
-    def __init__(self, name: str, advice: str, **values: Any) -> None:
-        self.__dict__.update(values, _name=name, _advice=advice)
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        known = ", ".join(sorted(name for name in vars(self) if not name.startswith("_")))
-        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")
 
 
 class GivenRequest(NamedTuple):
@@ -366,9 +353,11 @@ class LocalModel:
     def model_config(self) -> ConfigView:
         """The model's configuration by vLLM's names."""
         model, options = self._serving.model, self.config.model
+        advice = "`config` has the options of jpaged"
         return ConfigView(
             "model_config",
-            "`config` has the options of jpaged",
+            advice,
+            {"hf_config": lambda: ConfigView("hf_config", advice, **read_hf_fields(options))},
             model=options.model,
             served_model_name=model.name,
             tokenizer=options.tokenizer or options.model,
@@ -377,7 +366,7 @@ class LocalModel:
             seed=options.seed,
             quantization=None if options.quantization == "auto" else options.quantization,
             max_logprobs=model.max_logprobs,
-            is_multimodal_model=False,
+            is_multimodal_model=self._serving.images is not None,
             is_encoder_decoder=False,
             architecture=model.architecture,
             get_vocab_size=lambda: model.vocab_size,
@@ -396,7 +385,11 @@ class LocalModel:
             num_gpu_blocks=geometry.num_blocks,
             cache_dtype=options.cache.kv_cache_dtype,
             enable_prefix_caching=options.cache.enable_prefix_caching,
+            gpu_memory_utilization=options.cache.memory_utilization,
         )
+        limits = {name: getattr(options.lora, name) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")}
+        has_adapters = options.lora.enable_lora or bool(options.lora.lora)
+        lora = ConfigView("lora_config", advice, **limits) if has_adapters else None
         scheduler = ConfigView(
             "scheduler_config",
             advice,
@@ -407,9 +400,8 @@ class LocalModel:
         names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
         sizes = {name: getattr(options.parallel, name) for name in names}
         configs = {"cache_config": cache, "scheduler_config": scheduler, "model_config": self.model_config}
-        return ConfigView(
-            "vllm_config", advice, **configs, parallel_config=ConfigView("parallel_config", advice, **sizes)
-        )
+        parallel = ConfigView("parallel_config", advice, **sizes)
+        return ConfigView("vllm_config", advice, **configs, lora_config=lora, parallel_config=parallel)
 
     def collective_rpc(self, method: object, *arguments: Any, **options: Any) -> NoReturn:
         """Raise Unsupported: the engine has no worker processes."""
@@ -533,16 +525,18 @@ class LocalModel:
         is_whole: bool = True,
     ) -> PreparedRequest:
         self._check_usable()
-        processor, grammars = self._serving.input_processor, self._serving.grammars
+        processor, grammars, images = self._serving.input_processor, self._serving.grammars, self._serving.images
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
         with python_names():
-            request = processor.make_request(
+            prompt, given = processor.parse_images(prompt)
+            make = partial(
+                processor.make_request,
                 request_id=f"llm-{next(self._numbers)}" if request_id is None else request_id,
                 sampling=sampling,
-                prompt=prompt,
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
+            request = make(prompt=prompt) if images is None or not given else images.complete_now(given, prompt, make)
             if prompt.messages is not None:  # as rendered by the chat template
                 text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
                 request = replace(request, prompt=text)
@@ -799,11 +793,13 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     for name in _NOT_PROMPTS:
         if name in fields:
             raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    images, _ = parse_images(fields.pop("multi_modal_data", None)), fields.pop("multi_modal_uuids", None)
     salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
     if fields.keys() - set(forms) or len(fields) != 1:
         raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
     text, token_ids, embeds = map(fields.get, forms)
-    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else to_host_array(embeds)), salt)
+    given = None if embeds is None else to_host_array(embeds)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=given, images=images), salt)
 
 
 def parse_pooled(prompt: GivenInput) -> ParsedPrompt:
@@ -828,7 +824,8 @@ def change_prompt(prompt: Prompt, tokenization_kwargs: Mapping[str, Any] | None)
     Raises:
         InvalidArgument: a value is invalid.
     """
-    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name in PROMPT_TOKENIZATION}
+    given = check_tokenization(tokenization_kwargs)
+    changes = {name: value for name, value in given.items() if name in PROMPT_TOKENIZATION}
     for name, value in changes.items():
         if value not in PROMPT_TOKENIZATION[name]:
             raise InvalidArgument(f"tokenization_kwargs.{name}", f"{value!r} is not one of {PROMPT_TOKENIZATION[name]}")

@@ -776,6 +776,20 @@ def get_pooling(
     return replace(params, truncate_prompt_tokens=asked.pop()) if asked else params
 
 
+def check_tokenization(tokenization_kwargs: object) -> Mapping[str, Any]:
+    """Return keywords of tokenization; none if they are None.
+
+    Raises:
+        InvalidArgument: they are no mapping.
+    """
+    if tokenization_kwargs is None:
+        return {}
+    if not isinstance(tokenization_kwargs, Mapping):
+        problem = f"{tokenization_kwargs!r:.80} of type {type(tokenization_kwargs).__name__} is no mapping of keywords"
+        raise InvalidArgument("tokenization_kwargs", problem)
+    return tokenization_kwargs
+
+
 def get_sampling_changes(
     tokenization_kwargs: Mapping[str, Any] | None, cache_salt: str | None = None, priority: int | None = None
 ) -> dict[str, Any]:
@@ -784,7 +798,8 @@ def get_sampling_changes(
     Raises:
         Unsupported: a keyword is not supported.
     """
-    changes = {name: value for name, value in (tokenization_kwargs or {}).items() if name not in PROMPT_TOKENIZATION}
+    given = check_tokenization(tokenization_kwargs)
+    changes = {name: value for name, value in given.items() if name not in PROMPT_TOKENIZATION}
     for name in changes:
         if name != "truncate_prompt_tokens":
             known = ", ".join((*PROMPT_TOKENIZATION, "truncate_prompt_tokens"))

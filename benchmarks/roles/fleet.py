@@ -2,7 +2,7 @@
 
     grpc      a prefill and a decode server; blocks as messages
     jax       the same two; blocks over data ports (`kv_connector` jax)
-    mooncake  two servers over Mooncake Store; its master is killed halfway, and started again
+    mooncake  two servers over Mooncake Store; its master is paused, and later killed and started again
     trace     three servers over Mooncake Store, to which the turns of conversations go in rotation
 
 Each prints a line of JSON: the requests, how many of them had the tokens of one server without any of this (`equal`),
@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,11 +42,12 @@ from jpaged.types import SamplingParams
 _COMMON = ("--port", "0", "--metrics-port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--block-size", "16")
 _NUM_CALLS = 4
 _START_S = 600.0
-_NUM_PREFIXES, _PREFIX_LEN = 8, 320
+_NUM_PREFIXES, _NUM_USES, _PREFIX_LEN = 8, 4, 320
 _NUM_CONVERSATIONS, _NUM_TURNS, _TURN_LEN, _ANSWER_LEN = 3, 20, 32, 8
 _LIBRARIES = "libibverbs1 libnuma1 liburing2"
-_SETTLED_S = 1.0
-"""Pause between the turns of the trace, as of a person who reads: the store follows memory with a small delay."""
+_SETTLED_S = 0.5
+Told = list[tuple[int, ...]]
+"""Tokens of each request."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Program:
                 break
             time.sleep(0.05)
         raise SystemExit(f"{self._popen.args[0]!r} has not started:\n{self.log.read_text(errors='replace')}")  # type: ignore[index]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self._popen.send_signal(number)
 
     def kill(self) -> None:
         """Kills the process at once."""
@@ -136,6 +142,14 @@ class Master:
             time.sleep(0.05)
         raise SystemExit(f"mooncake_master has not started; it loads {_LIBRARIES}:\n{self._program.log.read_text()}")
 
+    def pause(self) -> None:
+        """Stops the process, which keeps its connections and does not answer."""
+        self._program.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets the process continue."""
+        self._program.signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kills the process at once, and all that it knows."""
         self._program.kill()
@@ -154,34 +168,55 @@ class Master:
         return "--kv-transfer-config", json.dumps(transfer)
 
 
-def make_calls(num_calls: int) -> list[Call]:
-    """Returns requests with shared prefixes, half of them sampled with a seed."""
-    chance = random.Random(0)
-    prefixes = [[chance.randrange(300, 3000) for _ in range(_PREFIX_LEN)] for _ in range(_NUM_PREFIXES)]
-    calls = []
-    for number in range(num_calls):
-        own = [chance.randrange(300, 3000) for _ in range(chance.randrange(1, 33))]
-        sampling = SamplingParams(
-            max_tokens=_ANSWER_LEN, temperature=float(number % 2), seed=number, ignore_eos=number % 3 > 0
-        )
-        calls.append(Call((*prefixes[number % _NUM_PREFIXES], *own), sampling))
-    return calls
+def make_rounds(num_calls: int) -> list[list[Call]]:
+    """Returns rounds of requests, of which each four have the same prefixes; half of the requests have a seed."""
+    chance, rounds, number = random.Random(0), list[list[Call]](), 0
+    while number < num_calls:
+        prefixes = [tuple(chance.randrange(300, 3000) for _ in range(_PREFIX_LEN)) for _ in range(_NUM_PREFIXES)]
+        for _ in range(_NUM_USES):
+            rounds.append([])
+            for prefix in prefixes:
+                own = tuple(chance.randrange(300, 3000) for _ in range(chance.randrange(1, 33)))
+                sampling = SamplingParams(
+                    max_tokens=_ANSWER_LEN, temperature=float(number % 2), seed=number, ignore_eos=number % 3 > 0
+                )
+                rounds[-1].append(Call(prefix + own, sampling))
+                number += 1
+    return rounds
 
 
-def send(servers: Sequence[Server], calls: Sequence[Call], master: Master | None = None) -> list[tuple[int, ...]]:
-    """Returns the tokens of each request, sent to the servers in rotation; a master is killed halfway."""
-    places = [(number // _NUM_PREFIXES) % len(servers) for number in range(len(calls))]
-    halfway = len(calls) // 2
-
-    def ask(number: int) -> tuple[int, ...]:
-        if master is not None and number == halfway:
-            master.kill()
-        if master is not None and number == halfway + len(calls) // 8:
-            master.start()
-        return servers[places[number]].ask(calls[number])[0]
-
+def send(servers: Sequence[Server], rounds: Sequence[Sequence[Call]], master: Master | None = None) -> Told:
+    """Returns the tokens of each request; each round goes to the next server. Pauses and kills a master."""
+    killed, told = len(rounds) // 2, list[tuple[int, ...]]()
     with ThreadPoolExecutor(_NUM_CALLS) as threads:
-        return [*threads.map(ask, range(len(calls)))]
+        for number, calls in enumerate(rounds):
+            found = threads.map(
+                lambda call, server: server.ask(call)[0], calls, itertools.repeat(servers[number % len(servers)])
+            )
+            told.append(next(found))
+            if master is not None and number == killed // 2:
+                master.pause()
+            if master is not None and number == killed:
+                master.kill()
+            told.extend(found)
+            if master is not None and number == killed // 2:
+                master.resume()
+            if master is not None and number == killed + 1:
+                master.start()
+            if master is not None:
+                settle(servers)
+    return told
+
+
+def settle(servers: Sequence[Server]) -> None:
+    """Returns when the store has followed the servers' memory, as far as it does at all, after ten seconds anyway."""
+    end_s, before = time.monotonic() + 10, -1.0
+    while time.monotonic() < end_s:
+        time.sleep(_SETTLED_S)
+        written = add_up(servers).get("external_blocks_written", 0.0)
+        if written == before:
+            return
+        before = written
 
 
 @contextlib.contextmanager
@@ -204,7 +239,7 @@ def add_up(servers: Sequence[Server]) -> dict[str, float]:
 
 
 def run_roles(
-    model: str, folder: Path, transport: str, calls: Sequence[Call], wanted: Sequence[tuple[int, ...]]
+    model: str, folder: Path, transport: str, rounds: Sequence[Sequence[Call]], wanted: Told
 ) -> dict[str, Any]:
     """Returns the result of a prefill and a decode server."""
     port = ("--kv-transfer-config", _PORT) if transport == "jax" else ()
@@ -213,23 +248,23 @@ def run_roles(
         words = ("--role", "decode", "--prefill-target", prefill.target, "--prefill-min-tokens", "32", *port)
         times = ("--prefill-timeout", "120", "--transfer-timeout", "60")
         decoding = stack.enter_context(serving(model, folder, (*words, *times)))
-        found, counters = send(decoding, calls), add_up(decoding)
+        found, counters = send(decoding, rounds), add_up(decoding)
     rate = ("bytes_pulled", "pull_seconds") if transport == "jax" else ("bytes_received", "transfer_wait_seconds")
     return describe(transport, found, wanted, counters, rate, 16 * counters["blocks_received"])
 
 
-def run_mooncake(model: str, folder: Path, calls: Sequence[Call], wanted: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+def run_mooncake(model: str, folder: Path, rounds: Sequence[Sequence[Call]], wanted: Told) -> dict[str, Any]:
     """Returns the result of two servers over Mooncake Store, whose master is killed halfway."""
     master = Master(folder)
     try:
         with serving(model, folder, master.words, master.words) as servers:
-            found = send(servers, calls, master)
+            found = send(servers, rounds, master)
             counters = add_up(servers)
     finally:
         master.kill()
     rate = ("external_read_bytes", "external_read_seconds")
     line = describe("mooncake", found, wanted, counters, rate, counters["external_prefix_hits"])
-    return {**line, "fallbacks": int(counters["external_fallbacks"]), "failures": int(counters["external_failures"])}
+    return {**line, "fallbacks": int(counters["external_fallbacks"])}
 
 
 def run_trace(model: str, folder: Path) -> dict[str, Any]:
@@ -243,18 +278,13 @@ def run_trace(model: str, folder: Path) -> dict[str, Any]:
             counters = add_up(servers)
     finally:
         master.kill()
-    line = describe(
-        "trace",
-        found,
-        wanted,
-        counters,
-        ("external_read_bytes", "external_read_seconds"),
-        counters["external_prefix_hits"],
-    )
-    return {**line, "cached_share": round(share, 4), "cached_share_of_one_server": round(share_alone, 4)}
+    rate = ("external_read_bytes", "external_read_seconds")
+    line = describe("trace", found, wanted, counters, rate, counters["external_prefix_hits"])
+    shares = {"cached_share": round(share, 4), "cached_share_of_one_server": round(share_alone, 4)}
+    return {**line, **shares, "fallbacks": int(counters["external_fallbacks"])}
 
 
-def converse(servers: Sequence[Server]) -> tuple[list[tuple[int, ...]], float]:
+def converse(servers: Sequence[Server]) -> tuple[Told, float]:
     """Returns all tokens of conversations whose turns go to the servers in rotation, and the prompts' cached share."""
     chance = random.Random(1)
     histories: list[tuple[int, ...]] = [() for _ in range(_NUM_CONVERSATIONS)]
@@ -269,14 +299,14 @@ def converse(servers: Sequence[Server]) -> tuple[list[tuple[int, ...]], float]:
             num_cached, num_tokens = num_cached + cached, num_tokens + len(prompt)
             histories[number] = (*prompt, *answer)
         next(places)  # the next turn of a conversation goes to another server
-        time.sleep(_SETTLED_S)
+        settle(servers)
     return answers, num_cached / num_tokens
 
 
 def describe(
     transport: str,
-    found: Sequence[tuple[int, ...]],
-    wanted: Sequence[tuple[int, ...]],
+    found: Told,
+    wanted: Told,
     counters: dict[str, float],
     rate: tuple[str, str],
     hits: float,
@@ -300,20 +330,20 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--transports", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
-    model, calls, is_right = arguments.model, make_calls(arguments.requests), True
+    model, rounds, is_right = arguments.model, make_rounds(arguments.requests), True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wanted: list[tuple[int, ...]] = []
+        wanted: Told = []
         if {*arguments.transports} != {"trace"}:
             with serving(model, folder, ()) as alone:
-                wanted = send(alone, calls)
+                wanted = send(alone, rounds)
         for transport in arguments.transports:
             if transport == "trace":
                 line = run_trace(model, folder)
             elif transport == "mooncake":
-                line = run_mooncake(model, folder, calls, wanted)
+                line = run_mooncake(model, folder, rounds, wanted)
             else:
-                line = run_roles(model, folder, transport, calls, wanted)
+                line = run_roles(model, folder, transport, rounds, wanted)
             print(json.dumps(line), flush=True)
             is_right = is_right and line["equal"] == line["requests"] and line["hits"] > 0
     return 0 if is_right else 1

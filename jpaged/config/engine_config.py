@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +21,7 @@ from jpaged.config.engine_options import (
     CacheOptions,
     LoraOptions,
     LossyOptions,
+    MediaOptions,
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
@@ -96,6 +97,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = declare_section(SchedulerOptions, "Scheduling, batching and preemption.")
     parallel: ParallelOptions = declare_section(ParallelOptions, "Parallelism over devices and processes.")
     lora: LoraOptions = declare_section(LoraOptions, "LoRA adapters.")
+    media: MediaOptions = declare_section(MediaOptions, "Images of requests.")
     startup: StartupOptions = declare_section(StartupOptions, "Compilation before the first request.")
     server: ServerOptions = declare_section(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
     http: HttpOptions = declare_section(HttpOptions, "OpenAI-compatible HTTP API.")
@@ -168,6 +170,7 @@ class EngineConfig:
         self._check_eplb()
         self._check_routed_experts()
         self.lora.check()
+        self.media.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
@@ -643,3 +646,27 @@ def _template_start(text: str) -> str:
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of this process for a child, with these variables set."""
     return {**os.environ, **variables}
+
+
+class ConfigView:
+    """Values of a loaded model by vLLM's names, for code that reads them.
+
+    Args:
+        name: path of the object, for errors.
+        advice: what to use for other attributes.
+        lazy: attributes that are computed when they are first read.
+    """
+
+    def __init__(
+        self, name: str, advice: str, lazy: Mapping[str, Callable[[], Any]] | None = None, /, **values: Any
+    ) -> None:
+        self.__dict__.update(values, _name=name, _advice=advice, _lazy=dict(lazy or {}))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        if attribute in self._lazy:
+            self.__dict__[attribute] = value = self._lazy[attribute]()
+            return value
+        known = ", ".join(sorted({*vars(self), *self._lazy} - {"_name", "_advice", "_lazy"}))
+        raise AttributeError(f"{self._name}.{attribute} does not exist in jpaged: it has {known}; {self._advice}")

@@ -104,11 +104,13 @@ def forward_packing(num_tokens: int, geometry: Geometry) -> Packing:
     """
     t, s, m, g = num_tokens, geometry.max_num_seqs, geometry.max_blocks_per_seq, len(geometry.windows)
     shapes = {"q": (geometry.num_aux,), "t": (t,), "gt": (g, t), "s": (s,), "s1": (s + 1,), "gsm": (g, s, m)}
+    shapes["3t"] = (3, t)
     left_out = {"num_tokens", "draft_slots_sk", *(() if geometry.max_loras else _ADAPTERS)}
     left_out |= _RUNS if geometry.cascade is None else set()
     left_out |= set() if geometry.state_bytes else _STATES
     left_out |= set() if geometry.is_encoder else _ENCODED
     left_out |= {"embeds_te", *(() if geometry.embed_width else ("is_embed_t",))}
+    left_out |= set() if geometry.has_rope_shifts else {"rope_shifts_3t"}
     names = [field.name for field in dataclasses.fields(StepInputs) if field.name not in left_out]
     return Packing.of(
         **{name: (shapes.get(name.split("_")[-1], ()), "bool" if name.startswith("is_") else "int32") for name in names}
@@ -358,7 +360,7 @@ class Step:
         types_t: jax.Array | None = None
         if (pair_starts_s := inputs.get("pair_starts_s")) is not None:
             types_t = PooledRows.of(inputs["query_starts_s1"], len(ids_t)).types(pair_starts_s)
-        embeds_te = inputs.get("embeds_te")
+        embeds_te, shifts_3t = inputs.get("embeds_te"), inputs.get("rope_shifts_3t")
         num_tokens = inputs["query_starts_s1"][-1]  # rows that are not in use begin at the end of the last one
         num_chunks, num_parts = self.state_parts(len(ids_t))
         return TokenBatch(
@@ -374,6 +376,7 @@ class Step:
             recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
             types_t=types_t,
             embeds=None if embeds_te is None else InputEmbeds(inputs["is_embed_t"], embeds_te),
+            rope_axes_3t=None if shifts_3t is None else inputs["positions_t"] - shifts_3t,
         )
 
     def packed_sample(

@@ -149,6 +149,7 @@ class RequestRecord:
             mine.prompt_tokens + usage.prompt_tokens,
             mine.completion_tokens + usage.completion_tokens,
             mine.cached_tokens + usage.cached_tokens,
+            mine.image_tokens + usage.image_tokens,
         )
 
     def answers_with(self, headers: Mapping[str, str]) -> None:

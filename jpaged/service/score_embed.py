@@ -79,9 +79,10 @@ def errors_named(field: str) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field in ("pooling", "adapter") or error.field.startswith("tokenization_kwargs."):
+        if error.field in ("pooling", "adapter") or error.field.startswith("tokenization_kwargs"):
             raise
-        raise type(error)(field, error.problem) from error
+        name = f"{field}.{error.field}" if error.field == "prompt_embeds" else field
+        raise type(error)(name, error.problem) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,6 +400,11 @@ def test_pooled_prompts_may_be_truncated_and_chats(open_model: Open) -> None:
         llm.embed([IDS], tokenization_kwargs={"padding": True})
     with pytest.raises(InvalidArgument, match=r"tokenization_kwargs\.truncation_side: 'middle' is not one of"):
         llm.embed([IDS], tokenization_kwargs={"truncation_side": "middle"})
+    for call in (llm.embed, llm.generate, llm.encode):
+        with pytest.raises(InvalidArgument, match=r"^tokenization_kwargs: \['padding'\] of type list is no mapping"):
+            call([IDS], tokenization_kwargs=["padding"])
+    with pytest.raises(InvalidArgument, match=r"^prompts\[0\]\.prompt_embeds: "):
+        llm.embed({"prompt_embeds": np.zeros((2, 4), np.float32)})
     with pytest.raises(InvalidArgument, match=r"\['prompt'\] given with messages"):
         llm.embed({"messages": turn, "prompt": "a"})
     for call in (llm.embed, lambda one, **options: llm.score(one, one, **options)):
@@ -424,7 +429,11 @@ def test_configurations_have_vllms_names(open_model: Open) -> None:
     assert open_model(AsyncLLM).vllm_config.cache_config.block_size == config.cache_config.block_size
     with pytest.raises(AttributeError, match=r"llm_engine\.model_executor does not exist in jpaged: .*LLMEngine"):
         _ = engine.model_executor
-    assert not hasattr(model, "hf_config")
+    assert (model.hf_config.model_type, model.hf_config.architectures) == ("llama", ["LlamaForCausalLM"])
+    assert not hasattr(model.hf_config, "vision_config") and not hasattr(model, "pooler_config")
+    assert config.lora_config is None
+    assert open_model(enable_lora=True, max_loras=2).vllm_config.lora_config.max_loras == 2
+    assert config.cache_config.gpu_memory_utilization == llm.config.cache.memory_utilization
     (output,) = llm.generate([np.array(IDS)], GREEDY)
     assert output.prompt_token_ids == tuple(IDS)
     assert (output.kv_transfer_params, output.encoder_prompt, output.encoder_prompt_token_ids) == (None, None, None)

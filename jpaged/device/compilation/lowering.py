@@ -159,6 +159,8 @@ def _sized_step(
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
         embed_width=(embed_width := _embed_width(config, options)),
+        has_rope_shifts=bool(embed_width) and config.has_rope_axes,
+        has_prompt_embeds=options.model.enable_prompt_embeds or not embed_width,
         embed_max=_largest_number(model.dtype) if embed_width else 0.0,
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
@@ -308,6 +310,12 @@ def _largest_number(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
+def takes_images(config: ModelConfig, options: EngineConfig) -> bool:
+    """Return True if requests may have images: the model has a vision encoder, and no option prevents its use."""
+    has_processes = (options.parallel.num_processes or 1) > 1
+    return bool(config.vision is not None and config.embed_width and not has_processes and not options.has_draft)
+
+
 def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
     """Return the width of the input embeddings that steps take; 0 without the option.
 
@@ -315,7 +323,7 @@ def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
         InvalidArgument: the model does not take any.
     """
     if not options.model.enable_prompt_embeds:
-        return 0
+        return config.embed_width if takes_images(config, options) else 0
     if config.is_encoder or not config.embed_width:
         reason = "generates nothing" if config.is_encoder else "has inputs of each layer that only tokens have"
         raise InvalidArgument("enable_prompt_embeds", f"True, but {config.architecture} {reason}")

@@ -790,7 +790,10 @@ class OutputProcessor:
 
 
 def _usage(group: SequenceGroup) -> Usage:
-    return Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)
+    usage = Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)
+    if (embeds := group.request.embeds) is not None:
+        usage.image_tokens = embeds.num_image_tokens
+    return usage
 
 
 def _with_rankers(
