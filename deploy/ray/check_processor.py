@@ -209,8 +209,8 @@ def no_workers() -> Iterator[None]:
         "idle_timeout_minutes": 0.1,
         "head_node_type": "head",
         "available_node_types": {"head": {**node, "resources": {}, "max_workers": 0}, "worker": {**node, **worker}},
-        **dict.fromkeys(("auth", "docker", "file_mounts"), {}),
-        **dict.fromkeys(EMPTY_LISTS, []),
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in EMPTY_LISTS},
     }
     with tempfile.TemporaryDirectory(prefix="jpaged-ray-") as name:
         (file := Path(name) / "cluster.json").write_text(json.dumps(config))
