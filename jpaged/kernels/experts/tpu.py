@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join
-from jpaged.kernels.lowered_device import lowered_device
+from jpaged.kernels.matmul.on_device import lowered_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, rounds_rows
 from jpaged.kernels.matrix_format import VALUE_DTYPES
 from jpaged.kernels.mixture_kind import GateFunction
