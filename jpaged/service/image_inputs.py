@@ -18,13 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.chat import GivenImage
-from jpaged.config import MediaOptions
+from jpaged.config import MediaOptions, ServerOptions
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.server_load import ImageLoad
@@ -32,6 +32,9 @@ from jpaged.service.image_sources import ImageSources, read_base64
 from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
 from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
+
+if TYPE_CHECKING:
+    from jpaged.service.loaded_model import ImageProcessor, LoadedModel, VisionEncoder
 
 DEFAULT_MAX_IMAGES = 64
 IMAGES_REQUEST_MIB = 16.0
@@ -41,28 +44,6 @@ _JPEG = "/9j/"
 """Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
-
-
-class ImageProcessor(Protocol):
-    """The part of `loaded_model.ImageProcessor` that is used here."""
-
-    @property
-    def placeholder_id(self) -> int: ...
-
-    def join(self, first: int, second: int) -> int | None: ...
-
-    def count_tokens(self, width: int, height: int) -> int: ...
-
-    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage: ...
-
-
-class VisionEncoder(Protocol):
-    """The part of `loaded_model.VisionEncoder` that is used here."""
-
-    @property
-    def max_patches(self) -> int: ...
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[_Rows]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +101,7 @@ class _Waiting:
     done: Future[_Rows]
 
 
-class _Budget:
+class _ImageBudget:
     """Tokens that the images of one request may still take. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
@@ -212,7 +193,7 @@ class ImageInputs:
         if len(images) > (most := self.limits.max_images):
             problem = f"is image {most + 1} of {len(images)}; limit_mm_per_prompt allows {most}"
             raise InvalidArgument(images[most].field, problem)
-        budget = _Budget(self._max_model_len)
+        budget = _ImageBudget(self._max_model_len)
         return [self._readers.submit(self._read, image, budget) for image in images]
 
     async def complete(
@@ -238,7 +219,7 @@ class ImageInputs:
         rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
         return self.attach(request, images, rows)
 
-    def _read(self, image: GivenImage, budget: _Budget) -> PreparedImage:
+    def _read(self, image: GivenImage, budget: _ImageBudget) -> PreparedImage:
         field, source = image
 
         def check_size(width: int, height: int) -> None:
@@ -386,6 +367,21 @@ class ImageInputs:
                 values_te = encoded[span.first_row : span.first_row + stop - start]
                 places.append(dataclasses.replace(span, values_te=values_te))
         return dataclasses.replace(request, embeds=dataclasses.replace(request.embeds, spans=tuple(places)))
+
+
+def with_images(loaded: LoadedModel) -> LoadedModel:
+    """Return a model that takes images, which its vision encoder reads."""
+    assert loaded.vision is not None
+    vision, engine, config = loaded.vision, loaded.engine, loaded.config
+    images = ImageInputs.from_options(
+        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
+    )
+    loaded.input_processor.set_images(images)
+    limits = images.limits
+    model = dataclasses.replace(loaded.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
+    if config.server.max_request_size == ServerOptions().max_request_size:
+        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
+    return dataclasses.replace(loaded, images=images, model=model, config=config)
 
 
 class _field:
