@@ -226,7 +226,8 @@ def test_attention_ahead_completes_causal_attention_in_images(num_tokens: int) -
         lse = jax.nn.logsumexp(scores, axis=-1)
         return jnp.einsum("ths,shd->thd", jnp.exp(scores - lse[..., None]), np.repeat(v, 2, axis=1)), lse
 
-    ahead = attend_ahead(*map(jnp.asarray, (q, k, v, images_t)), 4, kind)
+    given = [jnp.asarray(array) for array in (q, k, v)]
+    ahead = attend_ahead(given[0], given[1], given[2], jnp.asarray(images_t), 4, kind)
     found = merge(attended(is_past), ahead)
     for mine, want in zip(found, attended(is_past | is_own), strict=True):
         np.testing.assert_allclose(mine, want, rtol=0, atol=1e-5)
