@@ -475,11 +475,7 @@ def read_source_image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_images(given: Any) -> tuple[GivenImage, ...]:
-    """Return the images of `multi_modal_data`: one, or a list; none for None.
-
-    Raises:
-        InvalidArgument: it has other kinds of data.
-    """
+    """Return the images of `multi_modal_data`: one, or a list; raise InvalidArgument for other kinds of data."""
     name, given = "multi_modal_data", {} if given is None else given
     if not isinstance(given, Mapping):
         raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
