@@ -221,7 +221,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
     inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
     scales = [each.scales for each in (*inner, down)] if isinstance(down, QuantizedMatrix) else []
     biases = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
-    refs = functools.partial(_Refs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
+    refs = functools.partial(_ExpertRefs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
     lines = form.row_sums
     num_weights = form.width * form.inner * (len(inner) + 1)
     sums: jax.Array = pl.pallas_call(
@@ -298,7 +298,7 @@ def _unpack(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refs:
+class _ExpertRefs:
     """What the kernel reads and writes: as `ExpertRows`, then blocks, sums, and scratch memory for a tile.
 
     Attributes:
@@ -323,7 +323,7 @@ class _Refs:
     results: Any
 
     @classmethod
-    def of(cls, arrays: Sequence[Any], *, num_inner: int, has_scales: bool, has_biases: bool) -> _Refs:
+    def of(cls, arrays: Sequence[Any], *, num_inner: int, has_scales: bool, has_biases: bool) -> _ExpertRefs:
         """Name the arrays in the order of the call."""
         left = iter(arrays[2:])
 
@@ -335,7 +335,7 @@ class _Refs:
         return cls(*lists, inner, down, scales, biases, *left)
 
 
-def _kernel(refs: _Refs, form: ExpertsForm) -> None:
+def _kernel(refs: _ExpertRefs, form: ExpertsForm) -> None:
     from jax.experimental import pallas as pl
 
     f, s, size = pl.program_id(0), pl.program_id(1), form.tile_rows
@@ -362,7 +362,7 @@ def _for_groups(num: Any, of_group: Callable[[Any], None]) -> None:
     jax.lax.fori_loop(0, (num + _GROUP - 1) >> 3, lambda group, _: of_group(group * _GROUP), None)
 
 
-def _gather(refs: _Refs, form: ExpertsForm, first: Any, num: Any) -> None:
+def _gather(refs: _ExpertRefs, form: ExpertsForm, first: Any, num: Any) -> None:
     """Copy the states of a tile's rows, and of up to 7 more."""
     from jax.experimental import pallas as pl
 
@@ -374,7 +374,7 @@ def _gather(refs: _Refs, form: ExpertsForm, first: Any, num: Any) -> None:
     _for_groups(num, copy)
 
 
-def _multiply(refs: _Refs, form: ExpertsForm, f: Any) -> None:
+def _multiply(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> None:
     """Multiply a tile with block f."""
     from jax.experimental import pallas as pl
 
@@ -400,7 +400,7 @@ def _multiply(refs: _Refs, form: ExpertsForm, f: Any) -> None:
         refs.results[lines(i), : columns.shape[1]] = columns
 
 
-def _add(refs: _Refs, form: ExpertsForm, first: Any, num: Any) -> None:
+def _add(refs: _ExpertRefs, form: ExpertsForm, first: Any, num: Any) -> None:
     """Add the weighted results of a tile's rows to the sums of their tokens.
 
     All sums of a group are read before one is written. Places after the last row take the first row's token, and write
