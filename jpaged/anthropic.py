@@ -24,15 +24,24 @@ import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import Tool, ToolCall, ToolCallPiece, json_object, text_of_parts
+from jpaged.chat import (
+    ChatMessages,
+    Tool,
+    ToolCall,
+    ToolCallPiece,
+    join_contents,
+    json_object,
+    read_source_image,
+    text_in,
+    text_of_parts,
+)
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, list_in, object_in, own_fields
 from jpaged.openai.response import ResponseMetadata
+from jpaged.openai.response_input import join_turns
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.types import FinishReason, OutputEvent, RequestOutput, Usage
 
@@ -51,6 +60,7 @@ _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "redacted_thinking": frozenset({"data"}),
     "tool_use": frozenset({"id", "name", "input", "caller", "toolset_name"}),
     "tool_result": frozenset({"tool_use_id", "content", "is_error", "toolset_name"}),
+    "image": frozenset({"source"}),
     "document": frozenset({"source", "title", "context", "citations"}),
     "search_result": frozenset({"content", "source", "title", "citations"}),
     "tool_reference": frozenset({"tool_name"}),
@@ -61,12 +71,12 @@ _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
 _OF_ALL_BLOCKS = frozenset({"type", "cache_control"})
 _READABLE = ("text", "document", "search_result")
 _OF_ROLE: Mapping[str, tuple[str, ...]] = {
-    "user": (*_READABLE, "tool_result"),
+    "user": (*_READABLE, "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text", "tool_addition", "tool_removal"),
 }
 """Types of blocks in the messages of each role."""
-_RESULT_TYPES = (*_READABLE, "tool_reference")
+_RESULT_TYPES = (*_READABLE, "image", "tool_reference")
 _SYSTEM_FIELDS = frozenset({"role", "content", "clear_at", "output_config"})
 _TOOL_FIELDS = frozenset(
     {
@@ -167,9 +177,9 @@ class MessagesRequest:
         (prompt,) = self.job.prompts
         messages, late = list[Mapping[str, Any]](), frozenset(self.late_systems)
         for i, one in enumerate(prompt.messages or ()):
-            reminder = {"role": "user", "content": f"<system-reminder>\n{one['content']}\n</system-reminder>"}
+            reminder = {"role": "user", "content": f"<system-reminder>\n{text_in(one['content'])}\n</system-reminder>"}
             messages.append(reminder if i in late else one)
-        return replace(self.job, prompts=(replace(prompt, messages=tuple(_join_turns(messages))),))
+        return replace(self.job, prompts=(replace(prompt, messages=ChatMessages(map(dict, join_turns(messages)))),))
 
     def renamed(self, error: InvalidArgument) -> InvalidArgument:
         """Return an error with the body's name of the chat's field."""
@@ -479,7 +489,7 @@ class _Conversation:
         self._last_user = max((i for i, one in enumerate(given) if _role_in(one) == "user"), default=-1)
         for i, message in enumerate(given):
             self._add(i, f"messages[{i}]", message)
-        self.messages = _join_turns(self.messages)
+        self.messages = join_turns(self.messages)
         if not self.messages:
             raise InvalidArgument("messages", "have no text")
 
@@ -532,9 +542,9 @@ class _Conversation:
             if block["type"] == "tool_result":
                 self.messages.append(_tool_message(place, block))
             else:
-                texts.append(_text_in(place, block))
-        if text := "".join(texts):
-            self.messages.append({"role": "user", "content": text})
+                texts.append(_content_in(place, block))
+        if content := join_contents(texts):
+            self.messages.append({"role": "user", "content": content})
 
     def _add_assistant(self, where: str, message: Mapping[str, Any]) -> None:
         texts, thoughts, calls = [], [], []
@@ -551,24 +561,6 @@ class _Conversation:
         if calls:
             turn["tool_calls"] = calls
         self.messages.append(turn)
-
-
-def _join_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages, with consecutive ones of a role joined; results of tools stay apart."""
-    joined: list[Mapping[str, Any]] = []
-    for role, group in groupby(messages, key=itemgetter("role")):
-        turns = list(group)
-        joined += turns if role == "tool" or len(turns) == 1 else [_join(role, turns)]
-    return joined
-
-
-def _join(role: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": role, "content": "\n".join(filter(None, (one["content"] for one in turns)))}
-    if thoughts := "".join(one.get("reasoning_content", "") for one in turns):
-        turn["reasoning_content"] = thoughts
-    if calls := [call for one in turns for call in one.get("tool_calls", ())]:
-        turn["tool_calls"] = calls
-    return turn
 
 
 def _system_text(where: str, content: Any, types: tuple[str, ...] = ("text",)) -> str:
@@ -599,8 +591,6 @@ def _check_block(where: str, block: Any, types: tuple[str, ...]) -> None:
     kind = _type_in(block)
     if kind is None:
         raise InvalidArgument(where, "must be an object with a type")
-    if kind == "image":
-        raise InvalidArgument(f"{where}.type", "'image' is not supported: the model reads only text")
     if kind not in types:
         raise InvalidArgument(f"{where}.type", f"{kind[:_MAX_SHOWN]!r} is not supported: only {', '.join(types)} are")
     _check_fields(where, block, _BLOCK_FIELDS[kind] | _OF_ALL_BLOCKS)
@@ -611,6 +601,10 @@ def _check_cache_control(where: str, given: Mapping[str, Any]) -> None:
     hint = given.get("cache_control")
     if hint is not None and not (isinstance(hint, Mapping) and hint.get("type") == "ephemeral"):
         raise InvalidArgument(f"{where}.cache_control", "must be an object of type ephemeral")
+
+
+def _content_in(where: str, block: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    return [read_source_image(where, block)] if block["type"] == "image" else _text_in(where, block)
 
 
 def _text_in(where: str, block: Mapping[str, Any]) -> str:
@@ -640,13 +634,13 @@ def _text_in(where: str, block: Mapping[str, Any]) -> str:
 def _tool_message(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     content = block.get("content")
     given = () if content is None else _blocks(f"{where}.content", content, _RESULT_TYPES)
-    text = "\n".join(_text_in(place, one) for place, one in given)
-    if block.get("is_error") and not text.startswith(("Error", "<tool_use_error>")):
-        text = f"Error: {text}"
+    result = join_contents([_content_in(place, one) for place, one in given], "\n")
+    if block.get("is_error") and not text_in(result).startswith(("Error", "<tool_use_error>")):
+        result = join_contents(["Error: ", result])
     return {
         "role": "tool",
         "tool_call_id": _string(f"{where}.tool_use_id", block.get("tool_use_id")),
-        "content": text,
+        "content": result,
     }
 
 

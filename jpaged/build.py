@@ -35,11 +35,20 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import PackStored, WeightReader, load_params, random_params, read_head, read_mtp
+from jpaged.checkpoints.weights import (
+    PackStored,
+    WeightReader,
+    load_params,
+    load_vision,
+    random_params,
+    read_head,
+    read_mtp,
+)
 from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
+from jpaged.device.compilation.lowering import takes_images
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
@@ -67,10 +76,11 @@ from jpaged.models.hf_config import to_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
+from jpaged.models.vision.config import vision_leaves
 from jpaged.service.chat.formats import AnswerFormat, has_built_in_tools, parser_for
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
-from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel
+from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel, Vision
 from jpaged.service.structured_output.compiler import ServedGrammars
 from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings, load_tokenizer
 from jpaged.service.tokenizer_parts import TokenizerParts
@@ -118,7 +128,15 @@ def build(
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
     with _paused_gc():
-        return _build(options, progress, leader, is_offline=is_offline)
+        return _with_images(_build(options, progress, leader, is_offline=is_offline))
+
+
+def _with_images(loaded: LoadedModel) -> LoadedModel:
+    if loaded.vision is None:
+        return loaded
+    from jpaged.service.image_inputs import with_images
+
+    return with_images(loaded)
 
 
 @contextlib.contextmanager
@@ -146,6 +164,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, source, model, places[0], progress)
+    vision = _vision(source, model, options, first_device(places[0].mesh), progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
     runs: list[Executor[Any, Any]] = [*executors]
@@ -180,7 +199,31 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
+        vision=vision if geometry.embed_width else None,
     )
+
+
+def _vision(source: ModelSource, model: Model, options: EngineConfig, device: Any, progress: Progress) -> Vision | None:
+    """Return the parts that read images; None if the model has none, or unsupported ones, which is reported."""
+    config, given = model.config.vision, options.model
+    if config is None or not takes_images(model.config, options):
+        return None
+    from jpaged.device import vision  # only of models that have an encoder
+    from jpaged.models.vision.processors import read_processor
+
+    tokens = source.tokenizer.vocabulary if isinstance(source.tokenizer, HuggingFaceTokenizer) else {}
+    try:
+        paths = (source.folder / name for name in ("preprocessor_config.json", "processor_config.json"))
+        processor = read_processor(config, [read_json(path) if path.is_file() else {} for path in paths], tokens)
+        if given.load_format == "dummy":
+            params = vision.random_params(config, model.dtype, device, given.seed)
+        else:
+            progress("weights of the vision encoder", 1, 1)
+            params = load_vision(config, source.folder, model.dtype, device)
+    except (InvalidArgument, Unsupported) as error:
+        progress(f"images are refused: {error}", 1, 1)
+        return None
+    return Vision(processor, vision.JaxVisionEncoder(config, params, processor.max_patches))
 
 
 def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:
@@ -366,6 +409,8 @@ def preview(options: EngineConfig) -> Preview:
     if model.config.is_encoder:
         options = options.for_encoder(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
+    if takes_images(model.config, options) and model.config.vision is not None:
+        held += vision_leaves(model.config.vision).num_params * model.dtype.itemsize
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(
@@ -812,7 +857,7 @@ def _input_processor(
 ) -> InputProcessor:
     return InputProcessor(
         source.tokenizer,
-        geometry,
+        geometry if options.enable_prompt_embeds else replace(geometry, embed_width=0),
         eos_token_ids=source.eos_token_ids,
         seed=options.seed,
         max_logprobs=options.max_logprobs,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
@@ -307,10 +307,31 @@ _NAMED = {
     "prefix": "set continue_final_message of the request",
 }
 """Fields of other servers' messages that must be null, and what to send instead."""
+IMAGE_PARTS = {
+    "image_url": ("image_url",),
+    "image_pil": ("image_pil",),
+    "input_image": ("image_url",),
+    "image": ("image", "url", "path", "base64"),
+}
+"""Types of parts that are images, and the fields that may have it: those of OpenAI, vLLM and transformers."""
+_IMAGE_NOTES = frozenset({"type", "detail", "uuid", "cache_control"})
+"""Further fields of an image, which have no effect."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _OBJECT, _ARRAY = (dict, Mapping), (list, tuple, Sequence)
 """The usual types first: Python looks up other ones in ten times as long."""
+
+
+class GivenImage(NamedTuple):
+    """An image as a caller sends it.
+
+    Attributes:
+        field: name for errors, as in `messages[1].content[0].image_url`.
+        source: URL, path or base64 text; bytes of a file; image of Pillow; or array of pixels.
+    """
+
+    field: str
+    source: Any
 
 
 class ChatMessages(tuple[dict[str, Any], ...]):
@@ -322,7 +343,8 @@ class ChatMessages(tuple[dict[str, Any], ...]):
 def read_message(where: str, message: Any, ignore: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Return a message with only the fields of `MESSAGE_TEXTS` and `tool_calls`, and its content as one text.
 
-    Null or empty fields, and other servers' notes, are dropped; `content` of an assistant may be None.
+    Null or empty fields, and other servers' notes, are dropped; `content` of an assistant may be None. A content with
+    images is a list of parts of the types text and image; `image` of the latter is a `GivenImage`.
 
     Args:
         ignore: called with each unknown field, such as `messages.nickname`; None: they are errors.
@@ -364,7 +386,7 @@ def read_message(where: str, message: Any, ignore: Callable[[str], None] | None 
     return read
 
 
-def _content(where: str, role: str, message: Mapping[str, Any]) -> str | None:
+def _content(where: str, role: str, message: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
     content, refusal = message.get("content"), message.get("refusal")
     if type(content) is str and not refusal:
         return content
@@ -376,7 +398,123 @@ def _content(where: str, role: str, message: Mapping[str, Any]) -> str | None:
         if role not in _SPEECHLESS:
             raise InvalidArgument(f"{where}.content", "is missing")
         return None if message.get("tool_calls") else ""
+    if type(content) is not str and isinstance(content, list | tuple):
+        return read_parts(f"{where}.content", role, content)
     return text_of_parts(f"{where}.content", content)
+
+
+def read_parts(where: str, role: str, content: Sequence[Any], *, start: int = 0) -> str | list[dict[str, Any]]:
+    """Return a list of parts as one text, or as parts of text and images if it has images.
+
+    Args:
+        start: index of the first part, for errors.
+
+    Raises:
+        InvalidArgument: a part is neither, or an assistant's message has an image.
+    """
+    kinds = [part.get("type") if isinstance(part, _OBJECT) else None for part in content]
+    if not any(isinstance(kind, str) and kind in IMAGE_PARTS for kind in kinds):
+        return text_of_parts(where, content)
+    parts = list[dict[str, Any]]()
+    for i, (kind, part) in enumerate(zip(kinds, content, strict=True), start):
+        if kind not in IMAGE_PARTS:
+            parts.append({"type": "text", "text": _text_part(f"{where}[{i}]", part)})
+        elif role == "assistant":
+            raise InvalidArgument(f"{where}[{i}]", "is an image in a message of the assistant, which has only text")
+        else:
+            parts.append({"type": "image", "image": _read_image(f"{where}[{i}]", kind, part)})
+    return parts
+
+
+def _read_image(where: str, kind: str, part: Mapping[str, Any]) -> GivenImage:
+    names = IMAGE_PARTS[kind]
+    given = {name: value for name, value in part.items() if value is not None and name not in _IMAGE_NOTES}
+    for name in given:
+        if name not in names:
+            raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {' or '.join(names)} is")
+    if len(given) != 1:
+        problem = "is missing" if not given else f"is given together with {', '.join(sorted(given)[1:])}"
+        raise InvalidArgument(f"{where}.{min(given, default=names[0])}", problem)
+    ((name, source),) = given.items()
+    if isinstance(source, GivenImage):
+        return source
+    field = f"{where}.{name}"
+    if isinstance(source, _OBJECT):
+        others = source.keys() - _IMAGE_NOTES - {"url"}
+        if others:
+            raise InvalidArgument(f"{field}.{str(min(others, key=str))[:_MAX_SHOWN]}", "is not supported; url is")
+        source = source.get("url")
+        if not isinstance(source, str):
+            raise InvalidArgument(f"{field}.url", "is missing" if source is None else "is not a string")
+    elif name == "image_url" and not isinstance(source, str):
+        raise InvalidArgument(field, "must be a string or an object with a url")
+    elif isinstance(source, bool | int | float | list | tuple):
+        raise InvalidArgument(field, f"is {type(source).__name__}, not an image")
+    if isinstance(source, str) and not source.strip():
+        raise InvalidArgument(field, "is empty")
+    return GivenImage(field, source)
+
+
+def read_source_image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an image block of Anthropic's API, whose source is base64 or a URL.
+
+    Raises:
+        InvalidArgument: the source is another one; names the field.
+    """
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, _OBJECT) else None
+    if not isinstance(source, _OBJECT) or kind not in ("base64", "url"):
+        problem = f"{str(kind)[:_MAX_SHOWN]!r} is not supported: only base64 and url are"
+        raise InvalidArgument(f"{where}.source.type", problem)
+    name = "url" if kind == "url" else "data"
+    given = _text(f"{where}.source.{name}", source.get(name))
+    return {
+        "type": "image",
+        "image": GivenImage(f"{where}.source.{name}", given if kind == "url" else f"data:;base64,{given}"),
+    }
+
+
+def parse_images(given: Any) -> tuple[GivenImage, ...]:
+    """Return the images of `multi_modal_data`: one, or a list; none for None.
+
+    Raises:
+        InvalidArgument: it has other kinds of data.
+    """
+    name, given = "multi_modal_data", {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
+    for key, value in given.items():
+        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
+            raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
+    images = given.get("image", ())
+    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
+        return tuple(GivenImage(f"{name}.image[{i}]", one) for i, one in enumerate(images))
+    return () if images is None else (GivenImage(f"{name}.image", images),)
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[GivenImage]:
+    """Return the images of messages as `read_message` returns them, in order."""
+    contents = (message["content"] for message in messages if type(message["content"]) is list)
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def text_in(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the text of a message's content as `read_message` returns it, without its images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.get("text", "") for part in content)
+
+
+def join_contents(contents: Sequence[str | Sequence[Mapping[str, Any]]], separator: str = "") -> Any:
+    """Return contents of messages as one: a text, or a list of parts if one of them is a list."""
+    if all(isinstance(one, str) for one in contents):
+        return separator.join(one for one in contents if isinstance(one, str))
+    parts = list[Mapping[str, Any]]()
+    for i, one in enumerate(contents):
+        text = (separator if i else "") + (one if isinstance(one, str) else "")
+        parts += [{"type": "text", "text": text}] if text else []
+        parts += () if isinstance(one, str) else one
+    return parts
 
 
 def text_of_parts(where: str, content: Any) -> str:

@@ -742,6 +742,7 @@ class AsyncLLM(AsynchronousModel):
         is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
         prepare = functools.partial(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
         is_quick = prompt.size <= _QUICK_SIZE and sampling.structured_outputs is None and lora_request is None
+        is_quick = is_quick and not prompt.images
         prepared = prepare() if is_quick else await asyncio.to_thread(prepare)
         if request_id in self._running:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")

@@ -17,12 +17,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress, read_hf_fields
-from jpaged.chat import build_chat_options
+from jpaged.chat import build_chat_options, parse_images
 from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
@@ -69,6 +70,7 @@ class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -82,6 +84,7 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: Sequence[int]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -109,7 +112,7 @@ Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
 _TASKS = ("generate", "embed", "token_embed")
-_NOT_PROMPTS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
+_NOT_PROMPTS = ("mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -362,7 +365,7 @@ class LocalModel:
             seed=options.seed,
             quantization=None if options.quantization == "auto" else options.quantization,
             max_logprobs=model.max_logprobs,
-            is_multimodal_model=False,
+            is_multimodal_model=self._serving.images is not None,
             is_encoder_decoder=False,
             architecture=model.architecture,
             get_vocab_size=lambda: model.vocab_size,
@@ -521,16 +524,18 @@ class LocalModel:
         is_whole: bool = True,
     ) -> PreparedRequest:
         self._check_usable()
-        processor, grammars = self._serving.input_processor, self._serving.grammars
+        processor, grammars, images = self._serving.input_processor, self._serving.grammars, self._serving.images
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
         with python_names():
-            request = processor.make_request(
+            prompt, given = processor.parse_images(prompt)
+            make = partial(
+                processor.make_request,
                 request_id=f"llm-{next(self._numbers)}" if request_id is None else request_id,
                 sampling=sampling,
-                prompt=prompt,
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
+            request = make(prompt=prompt) if images is None or not given else images.complete_now(given, prompt, make)
             if prompt.messages is not None:  # as rendered by the chat template
                 text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
                 request = replace(request, prompt=text)
@@ -787,11 +792,13 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     for name in _NOT_PROMPTS:
         if name in fields:
             raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    images, _ = parse_images(fields.pop("multi_modal_data", None)), fields.pop("multi_modal_uuids", None)
     salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
     if fields.keys() - set(forms) or len(fields) != 1:
         raise InvalidArgument("prompts", f"{sorted(fields)} given; must be one of {', '.join(forms)}")
     text, token_ids, embeds = map(fields.get, forms)
-    return ParsedPrompt(Prompt(text, token_ids, embeds=None if embeds is None else to_host_array(embeds)), salt)
+    given = None if embeds is None else to_host_array(embeds)
+    return ParsedPrompt(Prompt(text, token_ids, embeds=given, images=images), salt)
 
 
 def parse_pooled(prompt: GivenInput) -> ParsedPrompt:

@@ -333,6 +333,18 @@ class EngineLoad(LoadTotals):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLoad:
+    """Counters of images, of a model that reads them."""
+
+    num_tokens: int = counter(Metric("jpaged:image_prompt_tokens", "Prompt tokens of images."))
+    num_queries: int = counter(Metric("vllm:mm_cache_queries", "Images looked up among the encoded ones."))
+    num_hits: int = counter(Metric("vllm:mm_cache_hits", "Images found among the encoded ones."))
+    num_encoded: int = counter(Metric("jpaged:images_encoded", "Images that the vision encoder has encoded."))
+    num_calls: int = counter(Metric("jpaged:image_encoder_calls", "Calls of the vision encoder."))
+    cached_bytes: int = gauge(Metric("jpaged:image_cache_bytes", "Host memory of encoded images, in bytes."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
     """Counters of disaggregated prefill since the start, of a prefill or decode server.
 

@@ -15,6 +15,7 @@ from jpaged.config import (
     KVTransferOptions,
     SchedulerOptions,
     compile_cache_dir,
+    compile_cache_url,
     iter_options,
     platform_default,
     server_field_names,
@@ -179,7 +180,7 @@ def test_resolving_leaves_nothing_open():
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
     others |= {"default_chat_template_kwargs", "reasoning_effort_map", "eplb_config"}
-    others |= {"state_checkpoint_interval"}
+    others |= {"state_checkpoint_interval", "limit_mm_per_prompt", "allowed_local_media_path", "allowed_media_domains"}
     others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})
@@ -191,8 +192,18 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JPAGED_CACHE_DIR", "")
     assert compile_cache_dir() is None
     monkeypatch.setenv("JPAGED_CACHE_DIR", "gs://bucket/cache")
-    with pytest.raises(InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder"):
+    with pytest.raises(
+        InvalidArgument, match=r"^JPAGED_CACHE_DIR: gs://bucket/cache is a URL: must be a folder; JPAGED_CACHE_URL"
+    ):
         compile_cache_dir()
+    assert compile_cache_url() is None
+    monkeypatch.setenv("JPAGED_CACHE_URL", "gs://bucket/cache/")
+    assert compile_cache_url() == "gs://bucket/cache"
+    monkeypatch.setenv("JPAGED_CACHE_URL", "/folder")
+    with pytest.raises(
+        InvalidArgument, match=r"^JPAGED_CACHE_URL: /folder is not a URL; JPAGED_CACHE_DIR takes folders"
+    ):
+        compile_cache_url()
     monkeypatch.delenv("JPAGED_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compile_cache_dir() == tmp_path / "jpaged" / "programs"

@@ -91,7 +91,8 @@ OURS: Mapping[str, str] = {
     "`jpaged:blocks_swapped_in_total`, `jpaged:disk_blocks` and the other `jpaged:disk_*`",
     "nixl_* mooncake_* hf3fs_* hisparse_* umbp_*": "`jpaged:external_blocks` and the other `jpaged:external_*`",
     "engine_sleep_state": "the same, with `--enable-sleep-mode`",
-    "watermark_requests mm_cache_queries mm_cache_hits kv_block_lifetime_seconds "
+    "mm_cache_queries mm_cache_hits": "the same, of encoded images, with a model that reads images",
+    "watermark_requests kv_block_lifetime_seconds "
     "kv_block_idle_before_evict_seconds kv_block_reuse_gap_seconds estimated_flops_per_gpu_total "
     "estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total tool_call_parser_invocations_total "
     "websocket_connections_active websocket_connections_total websocket_connection_duration_seconds "

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
@@ -44,7 +44,7 @@ from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_pages
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
-from jpaged.models.config import ModelConfig, Quantization
+from jpaged.models.config import ModelConfig, Quantization, VisionConfig
 from jpaged.models.eagle import EagleConfig, mtp_config, stored_mtp
 from jpaged.models.hf_config import head_from_hf
 from jpaged.models.layer_kinds import get_stacks
@@ -54,6 +54,7 @@ from jpaged.models.param_specs import EXPERT_AXES, Leaf, contracted_axis, get_mo
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import PaddedAxis, padded_axis
 from jpaged.models.stack import LayerMode
+from jpaged.models.vision.config import vision_leaves
 
 # Path of a leaf in the tree: ("layers", 3, "mlp", "down", "kernel"); in scan mode with the name of a stack.
 LeafPath = tuple[str | int, ...]
@@ -167,6 +168,28 @@ def load_params(
             progress(done, len(groups), ".".join(map(str, group[0])))
         _check_tie(files, config)
         reader.require_finite()
+    return params
+
+
+def load_vision(config: VisionConfig, folder: Path, dtype: np.dtype, device: jax.Device) -> Params:
+    """Load the vision encoder of a checkpoint; leaves of layers are stacked.
+
+    Raises:
+        InvalidArgument: a tensor is missing, misshapen or not finite; it is named, with its file.
+        Unsupported: a tensor has an unsupported type, such as a quantized one.
+    """
+    params: Params = {}
+    with open_tensors(folder) as files:
+        leaves = vision_leaves(config, files.names)
+        groups: list[LeafGroup] = [(leaf.path, (leaf,)) for leaf in leaves.outer]
+        groups += [(("layers", *of_each[0].path), of_each) for of_each in zip(*leaves.layers, strict=True)]
+        for path, of_place in groups:
+            own = of_place[0].dtype or dtype
+            source = _LeafSource(files, of_place, path[0] == "layers", own, None)
+            array = put(source.shape, source.read, SingleDeviceSharding(device))
+            if not check_finite(array)():
+                _refuse_not_finite(files, of_place, own)
+            insert(params, path, array)
     return params
 
 

@@ -33,7 +33,15 @@ from jpaged import json_text
 from jpaged.cli import packages
 from jpaged.cli.options import add_config_flags, config_from, config_values, to_flag
 from jpaged.cli.packages import Finding, in_bytes
-from jpaged.config import EngineConfig, child_environment, compile_cache_dir, explain_environment, iter_options
+from jpaged.config import (
+    EngineConfig,
+    child_environment,
+    compile_cache_dir,
+    compile_cache_url,
+    explain_environment,
+    iter_options,
+)
+from jpaged.config.option import without_credentials
 from jpaged.errors import InvalidArgument, JpagedError, describe_error
 from jpaged.version import __version__
 
@@ -195,6 +203,26 @@ def cache(folder: Path | None) -> Iterator[Finding]:
         yield Finding("machine", name, "ok", value)
 
 
+def shared_cache() -> Iterator[Finding]:
+    """Yield the object storage of compiled programs, if one is set; nothing is read there."""
+    import fsspec
+
+    name = "shared programs"
+    try:
+        url = compile_cache_url()
+    except InvalidArgument as error:
+        yield Finding("machine", name, "stop", error.field, error.problem)
+        return
+    if url is None:
+        return
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        yield Finding("machine", name, "stop", without_credentials(url), str(error), "install fsspec's package for it")
+    else:
+        yield Finding("machine", name, "ok", without_credentials(url))
+
+
 def _get_size(path: Path) -> int:
     try:
         return path.stat().st_size if path.is_file() else 0
@@ -315,6 +343,7 @@ def machine_findings(config: EngineConfig) -> Iterator[Finding]:
         yield from cache(compile_cache_dir())
     except InvalidArgument as error:
         yield Finding("machine", "compiled programs", "stop", error.field, error.problem)
+    yield from shared_cache()
     yield from ports(config)
     yield from files(config)
     yield from processes(config)

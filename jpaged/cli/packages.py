@@ -53,7 +53,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "cuda": ("jax-cuda13-plugin", "NVIDIA GPUs, with CUDA 13"),
     "cuda12": ("jax-cuda12-plugin", "NVIDIA GPUs, with CUDA 12"),
     "aot-gpu": ("nvidia-cuda-nvdisasm", "inspecting programs compiled for GPUs (`make aot-gpu`)"),
-    "ray": ("ray", "deploy/ray: a service and batches over a Ray cluster"),
+    "ray": ("ray", "`jpaged.ray`, a Ray Data processor, and deploy/ray"),
     "batch": ("pyarrow", "Parquet input and output of `jpaged batch`"),
     "bench": ("matplotlib", "plots of `jpaged bench`"),
     "lm-eval": ("lm_eval", "`lm_eval --model jpaged`"),

@@ -388,7 +388,7 @@ def _check_values(parser: argparse.ArgumentParser, words: Sequence[str]) -> None
                 raise InvalidArgument(name.removeprefix("--"), error.message) from None
 
 
-_OFFLINE = ("model", "cache", "lossy", "scheduler", "parallel", "lora", "startup", "timeouts")
+_OFFLINE = ("model", "cache", "lossy", "scheduler", "parallel", "lora", "media", "startup", "timeouts")
 """Sections of the options of a model in the caller's process."""
 
 

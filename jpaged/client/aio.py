@@ -18,7 +18,7 @@ from jpaged.client.routing.servers import AsyncServers, refuse_closed
 from jpaged.errors import InvalidArgument
 from jpaged.outputs import Evaluated
 from jpaged.server_load import Load
-from jpaged.types import EmbedsInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+from jpaged.types import EmbedsInput, ImagesInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
 
     async def complete(
         self,
-        prompt: str | EmbedsInput | None = None,
+        prompt: str | EmbedsInput | ImagesInput | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,

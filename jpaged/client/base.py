@@ -17,7 +17,7 @@ from jpaged.client.routing.endpoints import get_key
 from jpaged.client.routing.resumable_stream import ResumableStream
 from jpaged.client.routing.retry import ResumePolicy, RetryState
 from jpaged.errors import Cancelled, InternalError, InvalidArgument
-from jpaged.types import EmbedsInput, Prompt, SamplingParams
+from jpaged.types import EmbedsInput, ImagesInput, Prompt, SamplingParams
 
 DEFAULT_RESUMING = ResumePolicy()
 """By default, streams look for another server for a minute."""
@@ -151,7 +151,7 @@ class BaseClient(Generic[_StreamT]):
 
     def generate(
         self,
-        prompt: str | EmbedsInput | None = None,
+        prompt: str | EmbedsInput | ImagesInput | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,

@@ -7,6 +7,7 @@ and the calls Score and Embed are converted here, too.
 from __future__ import annotations
 
 import base64
+import io
 import math
 import operator
 import sys
@@ -23,7 +24,17 @@ from numpy.typing import NDArray
 
 from jpaged import json_text
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.chat import MESSAGE_TEXTS, ChatOptions, Tool, ToolCallPiece, ToolChoice, ToolChoiceMode, read_message
+from jpaged.chat import (
+    MESSAGE_TEXTS,
+    ChatOptions,
+    GivenImage,
+    Tool,
+    ToolCallPiece,
+    ToolChoice,
+    ToolChoiceMode,
+    parse_images,
+    read_message,
+)
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
 from jpaged.outputs import Evaluated, new_completions
 from jpaged.sampling_params import request_fields
@@ -34,6 +45,7 @@ from jpaged.types import (
     EmbedsInput,
     FinishReason,
     GivenEmbeds,
+    ImagesInput,
     ModelInfo,
     Pooling,
     PositionLogprobs,
@@ -95,9 +107,39 @@ def parse_piece(delta: inference_pb2.ToolCallDelta) -> ToolCallPiece:
 
 def _turn(where: str, message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
     read = read_message(where, message)
+    parts = list[inference_pb2.ContentPart]()
+    if isinstance(read["content"], list):
+        parts = [_part_message(f"{where}.content", part) for part in read.pop("content")]
     texts = {name: _whole(f"{where}.{name}", read[name]) for name in MESSAGE_TEXTS if read.get(name) is not None}
     calls = [_call_message(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(read.get("tool_calls", ()))]
-    return inference_pb2.ChatMessage(**texts, tool_calls=calls)
+    return inference_pb2.ChatMessage(**texts, tool_calls=calls, parts=parts)
+
+
+def _part_message(where: str, part: Mapping[str, Any]) -> inference_pb2.ContentPart:
+    if part["type"] == "text":
+        return inference_pb2.ContentPart(text=_whole(where, part["text"]))
+    return inference_pb2.ContentPart(image=_image_file(part["image"]))
+
+
+def _image_file(given: GivenImage) -> bytes:
+    """Return the file of an image: bytes, a data URI, or an image of Pillow, which is written as PNG.
+
+    Raises:
+        InvalidArgument: it is something else; the client fetches no URL.
+    """
+    field, source = given
+    if isinstance(source, str) and source.lower().startswith("data:") and ";base64," in source:
+        try:
+            return base64.b64decode(source.partition(",")[2])
+        except ValueError as error:
+            raise InvalidArgument(field, f"is not base64: {error}") from error
+    if hasattr(source, "save"):
+        written = io.BytesIO()
+        source.save(written, "PNG")
+        return written.getvalue()
+    if not isinstance(source, bytes):
+        raise InvalidArgument(field, "must be bytes of a file, a data URI in base64, or an image of Pillow")
+    return source
 
 
 def _call_message(where: str, call: Mapping[str, Any]) -> inference_pb2.ToolCall:
@@ -221,7 +263,7 @@ class UnaryCall(Generic[_T]):
 
 
 def get_prompt(
-    prompt: str | EmbedsInput | None,
+    prompt: str | EmbedsInput | ImagesInput | None,
     prompt_token_ids: Sequence[int] | None = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
     chat_options: ChatOptions | None = None,
@@ -235,18 +277,25 @@ def get_prompt(
         raise InvalidArgument("prompt", "give exactly one of prompt, prompt_token_ids and messages")
     if chat_options is not None and messages is None:
         raise InvalidArgument("chat_options", "require messages")
+    given: Any = prompt
     embeds: GivenEmbeds | None = None
-    if prompt is not None and not isinstance(prompt, str):
-        if set(prompt) != {"prompt_embeds"}:
-            raise InvalidArgument("prompt", f"has the keys {sorted(prompt)}; must be text, or have prompt_embeds")
-        given = prompt["prompt_embeds"]
-        prompt, embeds = None, given if isinstance(given, bytes) else to_host_array(given)
+    images: tuple[GivenImage, ...] = ()
+    if given is not None and not isinstance(given, str):
+        if set(given) == {"prompt", "multi_modal_data"}:
+            given, images = given["prompt"], parse_images(given["multi_modal_data"])
+        elif set(given) == {"prompt_embeds"}:
+            given, rows = None, given["prompt_embeds"]
+            embeds = rows if isinstance(rows, bytes) else to_host_array(rows)
+        else:
+            known = "must be text, or have prompt and multi_modal_data, or prompt_embeds"
+            raise InvalidArgument("prompt", f"has the keys {sorted(given)}; {known}")
     return Prompt(
-        prompt,
+        given,
         None if prompt_token_ids is None else tuple(prompt_token_ids),
         None if messages is None else tuple(messages),
         chat_options=chat_options or _DEFAULT_CHAT_OPTIONS,
         embeds=embeds,
+        images=images,
     )
 
 
@@ -286,6 +335,7 @@ def generate_request(
         return_prompt_token_ids=prompt.token_ids is None,
         whole=whole,
         adapter=adapter,
+        images=[_image_file(image) for image in prompt.images],
     )
     if prompt.token_ids is not None:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=checked_ids("prompt.token_ids", prompt.token_ids)))
@@ -375,7 +425,7 @@ def parse_chunk(message: inference_pb2.GenerateResponse) -> GenerateChunk:
         token_ids=tuple(message.token_ids),
         logprobs=tuple(_parse_position(position) for position in message.logprobs),
         prompt_logprobs=tuple(_parse_position(position) for position in message.prompt_logprobs),
-        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens, message.usage.cached_tokens),
+        usage=_build_usage(message),
         finish=_parse_finish(message.finish) if has_finish else None,
         cumulative_logprob=message.finish.cumulative_logprob if message.finish.HasField("cumulative_logprob") else None,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -800,5 +850,6 @@ def _parse_vectors(response: inference_pb2.EmbedResponse) -> Evaluated[tuple[flo
     return Evaluated([tuple(one.values) for one in response.embeddings], _build_usage(response))
 
 
-def _build_usage(response: inference_pb2.ScoreResponse | inference_pb2.EmbedResponse) -> Usage:
-    return Usage(response.usage.prompt_tokens, response.usage.completion_tokens, response.usage.cached_tokens)
+def _build_usage(response: Any) -> Usage:
+    usage = response.usage
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.image_tokens)

@@ -16,7 +16,7 @@ from jpaged.client.prefixes import PrefixCalls
 from jpaged.client.routing.servers import Servers
 from jpaged.outputs import Evaluated
 from jpaged.server_load import Load
-from jpaged.types import EmbedsInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
+from jpaged.types import EmbedsInput, ImagesInput, ModelInfo, Pooling, RequestOutput, SamplingParams, Score
 
 _T = TypeVar("_T")
 
@@ -65,7 +65,7 @@ class Client(BaseClient[GenerateStream]):
 
     def complete(
         self,
-        prompt: str | EmbedsInput | None = None,
+        prompt: str | EmbedsInput | ImagesInput | None = None,
         sampling: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,

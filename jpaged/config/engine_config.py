@@ -21,6 +21,7 @@ from jpaged.config.engine_options import (
     CacheOptions,
     LoraOptions,
     LossyOptions,
+    MediaOptions,
     ModelOptions,
     ParallelOptions,
     SchedulerOptions,
@@ -53,6 +54,7 @@ _OF_ENCODER: Mapping[str, Any] = {
 }
 ENVIRONMENT: Mapping[str, str] = {
     "JPAGED_CACHE_DIR": "directory of the compiled-program cache; empty disables the cache",
+    "JPAGED_CACHE_URL": "URL of object storage (fsspec) with compiled programs that servers share, such as gs://BUCKET/jpaged",
     "JPAGED_API_KEY": "API key that clients and commands send",
     "JPAGED_CLUSTER_SECRET": "secret shared by the processes that serve one model together; or --cluster-secret-file",
     "JPAGED_TRACEBACK": "1: print a traceback with each error",
@@ -95,6 +97,7 @@ class EngineConfig:
     scheduler: SchedulerOptions = declare_section(SchedulerOptions, "Scheduling, batching and preemption.")
     parallel: ParallelOptions = declare_section(ParallelOptions, "Parallelism over devices and processes.")
     lora: LoraOptions = declare_section(LoraOptions, "LoRA adapters.")
+    media: MediaOptions = declare_section(MediaOptions, "Images of requests.")
     startup: StartupOptions = declare_section(StartupOptions, "Compilation before the first request.")
     server: ServerOptions = declare_section(ServerOptions, "gRPC server: addresses, limits, services and shutdown.")
     http: HttpOptions = declare_section(HttpOptions, "OpenAI-compatible HTTP API.")
@@ -167,6 +170,7 @@ class EngineConfig:
         self._check_eplb()
         self._check_routed_experts()
         self.lora.check()
+        self.media.check()
         self.timeouts.check()
         self.http.check()
         self._check_draft()
@@ -511,11 +515,23 @@ def compile_cache_dir() -> Path | None:
     chosen = os.environ.get("JPAGED_CACHE_DIR")
     if chosen is not None:
         if "://" in chosen:
-            problem = f"{shorten(chosen)} is a URL: must be a folder, such as one that a bucket is mounted on"
+            problem = f"{shorten(chosen)} is a URL: must be a folder; JPAGED_CACHE_URL takes URLs"
             raise InvalidArgument("JPAGED_CACHE_DIR", problem)
         return Path(chosen) / "programs" if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "jpaged" / "programs"
+
+
+def compile_cache_url() -> str | None:
+    """Return the URL of object storage that servers share compiled programs in (JPAGED_CACHE_URL); None if not set.
+
+    Raises:
+        InvalidArgument: it is not a URL.
+    """
+    chosen = os.environ.get("JPAGED_CACHE_URL", "").strip()
+    if chosen and "://" not in chosen:
+        raise InvalidArgument("JPAGED_CACHE_URL", f"{shorten(chosen)} is not a URL; JPAGED_CACHE_DIR takes folders")
+    return chosen.rstrip("/") or None
 
 
 def compiler_environment_text() -> str:

@@ -7,6 +7,7 @@ server computes whole requests, only prompts, or only the decode part.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -643,6 +644,65 @@ class StartupOptions:
         "instead of compiled; num_blocks defaults to the saved one; not for GPUs",
         path="folder",
     )
+
+
+_MAX_IMAGES = 999
+_DOMAIN = re.compile(r"\*|[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:]{2,45}", re.ASCII)
+_LIMITS = re.compile(r"[a-z_]+=\d{1,9}(,[a-z_]+=\d{1,9})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """Images of requests."""
+
+    limit_mm_per_prompt: JsonText | None = option(
+        None,
+        'maximum number of images in a request, as {"image": 4} or image=4 (default: 64, up to 999); a limit of '
+        "video or audio, which no model here reads, has no effect",
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "host from which requests may name images by URL (http, https), or * for any; repeatable. Images of other "
+        "hosts, and at private addresses, are refused (default: none)",
+    )
+    allowed_local_media_path: str | None = option(
+        None,
+        "folder of this machine from which requests may name images by path or file URL; none if unset",
+        path="folder",
+    )
+    mm_processor_cache_gb: float = option(
+        1.0,
+        "host memory for encoded images, for later requests with the same image; 0 keeps none",
+        low=0.0,
+        high=1024.0,
+        unit="GiB",
+    )
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images in a request."""
+        given = self._limits().get("image", 64)
+        count = given.get("count", 64) if isinstance(given, Mapping) else given
+        if type(count) is not int or not 0 <= count <= _MAX_IMAGES:
+            problem = f"{shorten(str(count))} is not a number from 0 to {_MAX_IMAGES}"
+            raise InvalidArgument("limit_mm_per_prompt.image", problem)
+        return count
+
+    def check(self) -> None:
+        """Reject invalid limits and domains; raise InvalidArgument."""
+        for name in self._limits():
+            if name not in ("image", "video", "audio", "vision_chunk"):
+                raise InvalidArgument(f"limit_mm_per_prompt.{shorten(name)}", "is unknown: must be image")
+        _ = self.max_images
+        for domain in self.allowed_media_domains:
+            if not _DOMAIN.fullmatch(domain):
+                raise InvalidArgument("allowed_media_domains", f"{shorten(domain)!r} is no host, such as example.com")
+
+    def _limits(self) -> dict[str, Any]:
+        name, given = "limit_mm_per_prompt", self.limit_mm_per_prompt or "{}"
+        if (pairs := _LIMITS.fullmatch(given)) is not None:
+            return {key: int(count) for key, _, count in (one.partition("=") for one in pairs[0].split(","))}
+        return parse_json_object(name, given, '{"image": 4}')
 
 
 _DEFAULT_MAX_LORAS = 8

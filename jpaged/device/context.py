@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from jaxtyping import Array, Bool, Int
 
-_OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t")
+_OF_TOKENS = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t", "rope_shifts_3t")
 
 
 def _ordered(inputs: Mapping[str, jax.Array], tokens_t: jax.Array) -> dict[str, jax.Array]:

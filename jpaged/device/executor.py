@@ -35,8 +35,15 @@ from jpaged.config import EngineConfig, ExpertBalanceOptions
 from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget
 from jpaged.device.compilation.compile import least_programs, program_specs, told
 from jpaged.device.compilation.executable_cache import kv_fingerprint
-from jpaged.device.compilation.lowering import ServerPrograms, sized_step
-from jpaged.device.compilation.memory_plan import DeviceMemory, MemoryPlan, ProgramMemory, memory_refusals, plan_memory
+from jpaged.device.compilation.lowering import ServerPrograms, sized_step, takes_images
+from jpaged.device.compilation.memory_plan import (
+    DeviceMemory,
+    EncoderBytes,
+    MemoryPlan,
+    ProgramMemory,
+    memory_refusals,
+    plan_memory,
+)
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
 from jpaged.device.kv_scales import measure_scales
@@ -382,6 +389,14 @@ def _delete(params: Params) -> None:
         leaf.delete()
 
 
+def _encoder_bytes(model: Model) -> EncoderBytes:
+    """Return the memory of a model's vision encoder."""
+    from jpaged.device.vision import encoder_bytes  # only of models that have one
+
+    assert model.config.vision is not None
+    return encoder_bytes(model.config.vision, model.dtype)
+
+
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used only by the engine thread.
 
@@ -511,7 +526,12 @@ class JaxExecutor:
         if draft is not None and smallest[0].draft is not None:
             params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
-        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes, mesh.size * num_pools)
+        held_bytes = request.weight_bytes
+        if takes_images(model.config, options):
+            encoder = _encoder_bytes(model)
+            request = dataclasses.replace(request, encoder_bytes=encoder.total)
+            held_bytes += encoder.weights
+        memory = DeviceMemory.of(first_device(mesh), held_bytes, mesh.size * num_pools)
         least = least or (lambda value: value)
         probe_blocks = least(request.probe_blocks(memory))
 

@@ -537,7 +537,7 @@ class Microbatches:
         def cut(array: jax.Array, axis: int = -1) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(array, begin, self.num_tokens, axis)
 
-        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t")
+        names = ("positions_t", "rope_lens_t", "slots_gt", "adapters_t", "is_embed_t", "rope_shifts_3t")
         own = {name: cut(inputs[name]) for name in names if name in inputs}
         if "embeds_te" in inputs:
             own["embeds_te"] = cut(inputs["embeds_te"], 0)

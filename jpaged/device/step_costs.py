@@ -219,6 +219,7 @@ def null_prefill(geometry: Geometry, num_padded: int, start: int = 0, *, num_tok
         poolings_s=np.zeros(max_rows, np.int32),
         pair_starts_s=np.full(max_rows, geometry.max_model_len, np.int32),
         is_embed_t=np.zeros(num_padded, np.bool_),
+        rope_shifts_3t=np.zeros((3, num_padded), np.int32),
     )
 
 

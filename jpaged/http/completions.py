@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jpaged.chat import ChatMessages
 from jpaged.config import HttpOptions
 from jpaged.engine.tokenizer import Tokenizer, is_special_token
 from jpaged.errors import Cancelled, DeadlineExceeded, InvalidArgument, JpagedError, ModelNotFound, RequestTooLong
@@ -217,7 +218,7 @@ async def fit_turns(service: Service, job: Job) -> Job:
 
     def begin_at(turn: int) -> Prompt:
         kept = [one for i, one in enumerate(messages) if i >= turns[turn] or one["role"] in ("system", "developer")]
-        return replace(prompt, messages=kept)
+        return replace(prompt, messages=ChatMessages(map(dict, kept)))
 
     async def fits(one: Prompt) -> bool:
         try:

@@ -142,6 +142,88 @@ xielu has two parameters per layer, and only feed-forwards without a gate have i
 """
 
 
+MAX_PATCHES = 2**14
+"""Limit of an image's patches, which attend to each other."""
+VisionKind = Literal["pixtral", "qwen2_5_vl", "siglip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """Shape of a model's vision encoder, and of the projector after it.
+
+    Attributes:
+        kind: the family of encoders.
+        hidden_size: width of the encoder.
+        intermediate_size: its feed-forward width.
+        patch_size: pixels of a patch, in rows and in columns.
+        temporal_size: frames of a patch: an image is repeated.
+        image_size: pixels of the longest edge, or of both edges; 0 if the image processor decides.
+        merge_size: patches of an output row, in rows and in columns.
+        out_size: width of the language model.
+        rope_theta: base of rotary positions in two dimensions; 0 for learned positions.
+        window_size: pixels of a window, of both edges; 0 without windows.
+        full_layers: layers without windows, if others have them.
+        image_token_id: token whose places in a prompt take the encoder's output.
+        begin_token_id, end_token_id: tokens around an image; None if there are none.
+    """
+
+    kind: VisionKind
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    image_size: int
+    merge_size: int
+    out_size: int
+    activation: Activation
+    norm_eps: float
+    image_token_id: int
+    projector_activation: Activation = "gelu"
+    projector_eps: float = 0.0
+    projector_bias: bool = False
+    num_channels: int = 3
+    temporal_size: int = 1
+    rope_theta: float = 0.0
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    begin_token_id: int | None = None
+    end_token_id: int | None = None
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch."""
+        return self.num_channels * self.temporal_size * self.patch_size**2
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if the tokens of an image see each other in the language model, also later ones."""
+        return self.kind == "siglip"
+
+    @property
+    def num_tokens(self) -> int:
+        """Output rows of an image of `image_size`."""
+        return self.max_patches // self.num_merged
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens of an image that a step computes together; 0 if a step may have a part of them."""
+        return self.num_tokens if self.is_bidirectional else 0
+
+    @property
+    def num_merged(self) -> int:
+        """Patches of an output row."""
+        return self.merge_size**2
+
+    @property
+    def max_patches(self) -> int:
+        """Maximum number of patches of an image, unless the image processor has another limit."""
+        if not self.image_size:
+            return MAX_PATCHES
+        edge = -(-self.image_size // (self.patch_size * self.merge_size)) * self.merge_size
+        return min(edge**2, MAX_PATCHES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Fields of every model that memory, sampling and attention need. Each family subclasses it.
@@ -168,6 +250,7 @@ class ModelConfig:
         quantization: which matrices are quantized, and how; None has none.
         widened_method: quantization of the files whose matrices become weights when they are read; None for none.
         mixture: the experts of sparse layers; None if there are none.
+        vision: the vision encoder; None for a model of text, or one whose encoder is not supported.
         has_dp_attention: each device runs the attention of some sequences, with all heads; otherwise for some heads. It
             does not come from config.json.
     """
@@ -188,6 +271,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     widened_method: str | None = None
     mixture: Mixture | None = None
+    vision: VisionConfig | None = None
     has_dp_attention: bool = False
     first_layer: int = 0
 
@@ -227,6 +311,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """True if tokens see later ones: the model embeds and classifies prompts, and generates nothing."""
         return not all(kind.attention.is_causal for kind in self.layer_kinds)
+
+    @property
+    def has_rope_axes(self) -> bool:
+        """True if rotary embedding has positions of time, row and column, which differ in images."""
+        return False
 
     @property
     def embed_width(self) -> int:

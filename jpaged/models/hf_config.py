@@ -15,6 +15,7 @@ from jpaged.models.decoder.config_fields import ACTIVATIONS, FULL, SLIDING
 from jpaged.models.eagle import HEADS, NAMES, EagleConfig
 from jpaged.models.json_fields import JsonFields
 from jpaged.models.registry import ARCHITECTURES, SYNONYMS, find_family, unsupported
+from jpaged.models.vision.config import read_vision
 
 _LOG = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def from_hf(config: Mapping[str, object], generation: Mapping[str, object] | Non
     architecture = _architecture(whole)
     if architecture in HEADS:
         raise Unsupported(f"{architecture} is a draft head: it can only be served together with another model")
-    return _read(whole, architecture, generation)
+    return _read(whole, architecture, generation, config)
 
 
 def head_from_hf(config: Mapping[str, object]) -> EagleConfig:
@@ -174,12 +175,14 @@ def head_from_hf(config: Mapping[str, object]) -> EagleConfig:
     name = _architecture(whole)
     if name not in NAMES:
         raise Unsupported(f"{name!r} is not a supported EAGLE-3 head; supported: {', '.join(NAMES)}")
-    result = _read(whole, NAMES[name], None)
+    result = _read(whole, NAMES[name], None, config)
     assert isinstance(result, EagleConfig)
     return result
 
 
-def _read(whole: JsonFields, architecture: str, generation: Mapping[str, object] | None) -> ModelConfig:
+def _read(
+    whole: JsonFields, architecture: str, generation: Mapping[str, object] | None, given: Mapping[str, object]
+) -> ModelConfig:
     family = find_family(architecture)
     fields = whole if family.language is None else family.language(whole)
     for part in (whole, fields):
@@ -196,6 +199,8 @@ def _read(whole: JsonFields, architecture: str, generation: Mapping[str, object]
         bos_token_id=_bos(fields, known.bos_token_id),
         checkpoint_dtype=_checkpoint_dtype(fields),
     )
+    if family.language is not None:
+        result = replace(result, vision=read_vision(given, result))
     _report(tuple(key for part in dict.fromkeys((whole, fields)) for key in _finish(part, result)))
     return result
 

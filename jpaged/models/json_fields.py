@@ -123,6 +123,13 @@ class JsonFields:
             raise self.bad(key, f"is {_shown(value)}; it must be a list of strings")
         return tuple(value)
 
+    def replaced(self, values: Mapping[str, object]) -> JsonFields:
+        """Return the same object with other values of some keys; what is read of either is read of both."""
+        made = JsonFields({**self._fields, **values}, self._name)
+        self._read.update(values)
+        made._read = self._read
+        return made
+
     def ignore(self, keys: Iterable[str]) -> None:
         """Declare keys harmless: they change nothing in inference."""
         self._read.update(keys)

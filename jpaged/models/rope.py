@@ -55,7 +55,11 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def cos_sin(
-    rope: RopeConfig, head_dim: int, positions_t: jax.Array, rope_lens_t: jax.Array
+    rope: RopeConfig,
+    head_dim: int,
+    positions_t: jax.Array,
+    rope_lens_t: jax.Array,
+    axes_3t: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine of every token's angles.
 
@@ -67,10 +71,15 @@ def cos_sin(
             transformers' generate. In a model that recomputes all keys beyond a length (`DecoderConfig.outgrows_keys`),
             it is at least that length, plus one from there on.
 
+        axes_3t: positions of the sections of frequencies, int32 `[3, T]`; None if all are the token's.
+
     Returns:
         cos and sin, float32 `[T, D/2]`; pairs that are not rotated have 1 and 0.
     """
-    angles_td = positions_t.astype(jnp.float32)[:, None] * _get_frequencies(rope, head_dim, rope_lens_t)
+    positions_td = positions_t[:, None]
+    if axes_3t is not None and rope.sections:
+        positions_td = axes_3t[np.repeat(np.arange(3), rope.sections)].T
+    angles_td = positions_td.astype(jnp.float32) * _get_frequencies(rope, head_dim, rope_lens_t)
     if rope.kind == "dynamic":
         angles_td = angles_td * _dynamic_stretch(rope, head_dim, rope_lens_t)
     is_rotated_d = np.arange(head_dim // 2) < rope.num_rotated(head_dim) // 2

@@ -37,6 +37,8 @@ class RopeConfig:
         truncate: the ramp between the betas starts and ends at whole dimensions (yarn).
         short_factor: of each rotated pair's wavelength in sequences no longer than pretraining's (longrope).
         long_factor: in longer ones (longrope).
+        sections: numbers of pairs that rotate by the position in time, of the row and of the column; empty if all
+            rotate by the position.
     """
 
     kind: RopeKind = "default"
@@ -54,6 +56,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind in _KINDS_WITH_LENGTH and self.original_max_position_embeddings < 1:
@@ -168,6 +171,9 @@ class RopeConfig:
             )
         if self.kind == "dynamic" and num_dims <= 2:
             raise InvalidArgument("head_dim", f"is {num_dims}; dynamic rotary embedding needs at least 4")
+        if self.sections and (len(self.sections) != 3 or sum(self.sections) != num_dims // 2):
+            needed = f"{num_dims} rotated dimensions need 3 that make {num_dims // 2}"
+            raise InvalidArgument("mrope_section", f"is {list(self.sections)}; {needed}")
         for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
             if len(getattr(self, name)) != num_dims // 2:
                 raise InvalidArgument(
@@ -193,6 +199,8 @@ class RopeConfig:
         result: dict[str, object] = {"rope_type": self.kind, "rope_theta": self.theta}
         if self.kind != "default":
             result["factor"] = self.factor
+        if self.sections:
+            result["mrope_section"] = list(self.sections)
         if self.fraction != 1:
             result["partial_rotary_factor"] = self.fraction
         if self.kind in ("llama3", "yarn", "longrope"):

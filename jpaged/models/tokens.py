@@ -102,6 +102,8 @@ class TokenBatch:
         states: shardings of hidden states that are split by rows; None if every device has all rows. Static.
         recurrent: the rows of recurrent layers; None for one row that begins its sequence.
         types_t: int32 `[T]`, the type of each token: 1 in the second text of a pair; None is 0 for all.
+        rope_axes_3t: int32 `[3, T]`, positions of time, row and column for rotary embedding with sections; None if all
+            three are the position.
         embeds: embeddings in place of some tokens; None if there are none.
     """
 
@@ -120,6 +122,7 @@ class TokenBatch:
     recurrent: RecurrentRows | None = None
     types_t: jax.Array | None = None
     embeds: InputEmbeds | None = None
+    rope_axes_3t: jax.Array | None = None
 
     @property
     def rows(self) -> Rows:

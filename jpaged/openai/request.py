@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message
+from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message, text_in
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
@@ -51,7 +51,7 @@ _UNLIMITED = -1
 
 
 def messages_in(body: Mapping[str, Any]) -> ChatMessages:
-    """Return the conversation of a body, whose contents are strings or lists of text parts.
+    """Return the conversation of a body, whose contents are strings or lists of parts.
 
     Raises:
         InvalidArgument: names the field, as in `messages[1].content`.
@@ -666,7 +666,7 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     sampling = _sampling(body, (num_top or 0) if wants_logprobs else None, names, defaults)
     last = messages[-1]
     role = "assistant" if options.add_generation_prompt else last["role"]
-    echoed = (last["content"] or "") if flag_in(body, "echo") and last["role"] == role else ""
+    echoed = text_in(last["content"]) if flag_in(body, "echo") and last["role"] == role else ""
     return Job(sampling, (prompt,), names=names, role=role, echoed=echoed, **_of_both(body))
 
 

@@ -270,16 +270,20 @@ def _versions(runs: Sequence[WeightVersionRun]) -> dict[str, Any]:
 
 def build_usage(usages: Iterable[Usage]) -> dict[str, Any]:
     """Return the total usage of several requests."""
-    prompt, completion, cached = 0, 0, 0
+    prompt, completion, cached, images = 0, 0, 0, 0
     for usage in usages:
         prompt += usage.prompt_tokens
         completion += usage.completion_tokens
         cached += usage.cached_tokens
+        images += usage.image_tokens
+    details: dict[str, Any] = {"cached_tokens": cached}
+    if images:
+        details["multimodal_tokens"] = {"image": images}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }
 
 

@@ -20,12 +20,14 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import MAX_TOOLS, without_surrogates
+from jpaged.chat import MAX_TOOLS, join_contents, read_parts, without_surrogates
 from jpaged.errors import InvalidArgument, NotFound
 from jpaged.openai.request import LenientBody
 
@@ -335,8 +337,8 @@ class ItemConverter:
             self.messages.append(self._message(where, item))
         elif kind == "agent_message":
             names = " to ".join(_string(where, item, name) for name in ("author", "recipient"))
-            text = self._text(f"{where}.content", item.get("content"))
-            self.messages.append({"role": "user", "content": f"Message from {names}:\n{text}"})
+            content = join_contents([f"Message from {names}:\n", self._text(f"{where}.content", item.get("content"))])
+            self.messages.append({"role": "user", "content": content})
         elif kind in ("function_call", "custom_tool_call"):
             _add_call(self.messages, _call(where, item), has_thought=any(self._thought))
         else:
@@ -376,23 +378,28 @@ class ItemConverter:
             return "".join(texts)
         return open_reasoning(f"{where}.encrypted_content", sealed)
 
-    def _text(self, where: str, given: Any, role: str = "") -> str:
+    def _text(self, where: str, given: Any, role: str = "") -> Any:
+        """Return a content as text, or as a list of parts if it has images."""
         if isinstance(given, str):
             return given
         if given is None and role == "assistant":
             return ""
         if not isinstance(given, list):
             raise InvalidArgument(where, "must be a string, or a list of text parts")
-        texts = []
+        texts = list[Any]()
         for j, part in enumerate(given):
             kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "input_image":
+                texts.append(read_parts(where, role, [part], start=j))
+                continue
             text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
             if not isinstance(text, str):
                 shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "a part that is not an object"
-                raise InvalidArgument(f"{where}[{j}]", f"{shown} is not a text part: only text is supported")
+                problem = f"{shown} is not a text part: only text and input_image are supported"
+                raise InvalidArgument(f"{where}[{j}]", problem)
             self._policy.check(f"{where}[{j}]", part, _PART_FIELDS)
             texts.append(text)
-        return "".join(texts)
+        return join_contents(texts)
 
 
 def build_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
@@ -406,6 +413,25 @@ def build_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
         conversation.add_instructions(instructions)
     conversation.add_input(given)
     return conversation.end()
+
+
+def join_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages, with consecutive ones of a role joined; results of tools stay apart."""
+    joined: list[Mapping[str, Any]] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        turns = list(group)
+        joined += turns if role == "tool" or len(turns) == 1 else [_join(role, turns)]
+    return joined
+
+
+def _join(role: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    contents = [one["content"] for one in turns if one["content"]]
+    turn: dict[str, Any] = {"role": role, "content": join_contents(contents, "\n")}
+    if thoughts := "".join(one.get("reasoning_content", "") for one in turns):
+        turn["reasoning_content"] = thoughts
+    if calls := [call for one in turns for call in one.get("tool_calls", ())]:
+        turn["tool_calls"] = calls
+    return turn
 
 
 def _input_items(given: Any) -> list[Any]:

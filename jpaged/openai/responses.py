@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import ToolCall, ToolCallPiece
+from jpaged.chat import ChatMessages, ToolCall, ToolCallPiece, join_contents
 from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, TryLater
 from jpaged.json_text import Items
 from jpaged.openai.request import OF_CHATS, Job, chat_job, flag_in, list_in, object_in, own_fields
@@ -137,12 +137,12 @@ class ResponsesRequest:
         """
         (prompt,) = self.job.prompts
         messages: list[dict[str, Any]] = []
-        texts: list[list[str]] = []
+        texts: list[list[Any]] = []
         for one in prompt.messages or ():
             message, last = dict(one), messages[-1] if messages else None
             if message["role"] == "system" and last is not None and last["role"] != "system":
-                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-                message = {"role": "user", "content": text}
+                content = ["<system-reminder>\n", message["content"], "\n</system-reminder>"]
+                message = {"role": "user", "content": join_contents(content)}
             if last is not None and message["role"] == last["role"] and message["role"] in ("system", "user"):
                 texts[-1].append(message["content"])
             else:
@@ -150,8 +150,8 @@ class ResponsesRequest:
                 texts.append([message["content"]])
         for message, parts in zip(messages, texts, strict=True):
             if len(parts) > 1:
-                message["content"] = "\n\n".join(parts)
-        return replace(self.job, prompts=(replace(prompt, messages=tuple(messages)),))
+                message["content"] = join_contents(parts, "\n\n")
+        return replace(self.job, prompts=(replace(prompt, messages=ChatMessages(messages)),))
 
 
 def parse_responses_request(

@@ -28,13 +28,16 @@ from jpaged.chat import (
     MAX_TOOL_BYTES,
     MAX_TOOL_CALLS,
     MAX_TOOLS,
+    ChatMessages,
     ChatOptions,
+    GivenImage,
     ReasoningOptions,
     Tool,
     ToolCallPiece,
     ToolChoice,
     ToolChoiceMode,
     json_object,
+    read_message,
 )
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidArgument, JpagedError, Unavailable
@@ -81,7 +84,10 @@ def messages_from(chat: inference_pb2.ChatPrompt) -> tuple[dict[str, Any], ...]:
     """
     if len(chat.messages) > MAX_CHAT_MESSAGES:
         raise InvalidArgument("chat.messages", f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES}")
-    return tuple(_message_from(i, turn) for i, turn in enumerate(chat.messages))
+    messages = tuple(_message_from(i, turn) for i, turn in enumerate(chat.messages))
+    if not any(turn.parts for turn in chat.messages):
+        return messages
+    return ChatMessages(read_message(f"chat.messages[{i}]", message) for i, message in enumerate(messages))
 
 
 def _message_from(i: int, turn: inference_pb2.ChatMessage) -> dict[str, Any]:
@@ -90,12 +96,25 @@ def _message_from(i: int, turn: inference_pb2.ChatMessage) -> dict[str, Any]:
         raise InvalidArgument(f"chat.messages[{i}].tool_calls", problem)
     is_null = turn.role == "assistant" and not turn.HasField("content")
     message: dict[str, Any] = {"role": turn.role, "content": None if is_null else turn.content}
+    if turn.parts:
+        if turn.HasField("content"):
+            raise InvalidArgument(f"chat.messages[{i}].parts", "take the place of content: set only one of them")
+        message["content"] = [_part_from(f"chat.messages[{i}].parts[{j}]", part) for j, part in enumerate(turn.parts)]
     for name in ("tool_call_id", "name", "reasoning_content"):
         if turn.HasField(name):
             message[name] = getattr(turn, name)
     if turn.tool_calls:
         message["tool_calls"] = [_call_from(call) for call in turn.tool_calls]
     return message
+
+
+def _part_from(where: str, part: inference_pb2.ContentPart) -> dict[str, Any]:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise InvalidArgument(where, "is empty: set text or image")
+    if kind == "text":
+        return {"type": "text", "text": part.text}
+    return {"type": "image", "image": GivenImage(f"{where}.image", part.image)}
 
 
 def _call_from(call: inference_pb2.ToolCall) -> dict[str, Any]:
@@ -395,15 +414,21 @@ def prompt_from(message: Any) -> Prompt:
     field, forms = _PROMPTS[type(message)]
     match message.WhichOneof(field):
         case "text":
-            return Prompt(text=message.text)
+            return Prompt(text=message.text, images=images_from(message))
         case "token_ids":
-            return Prompt(token_ids=message.token_ids.ids)
+            return Prompt(token_ids=message.token_ids.ids, images=images_from(message))
         case "chat":
             return Prompt(messages=messages_from(message.chat), chat_options=chat_options_from(message.chat))
         case "prompt_embeds":
             return Prompt(embeds=embeds_from(message.prompt_embeds))
         case _:
             raise InvalidArgument(field, f"is missing: set {forms}")
+
+
+def images_from(message: Any) -> tuple[GivenImage, ...]:
+    """Return the images of a prompt; messages of other methods than Generate have none."""
+    images = message.images if isinstance(message, inference_pb2.GenerateRequest) else ()
+    return tuple(GivenImage(f"images[{i}]", image) for i, image in enumerate(images))
 
 
 def embeds_from(message: inference_pb2.PromptEmbeds) -> GivenEmbeds:
@@ -540,6 +565,7 @@ def _build_usage(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        image_tokens=usage.image_tokens,
     )
 
 

@@ -21,11 +21,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from jpaged.chat import ChatMessages, ChatOptions
+from jpaged.chat import ChatMessages, ChatOptions, GivenImage, images_in
 from jpaged.engine.executor import BANNED_WIDTH, TOP_WIDTH, Geometry
 from jpaged.engine.output.beam import num_candidates
 from jpaged.engine.output.processor import OutputState, RememberedTexts
@@ -62,6 +62,9 @@ from jpaged.types import (
     SamplingParams,
     text_bytes,
 )
+
+if TYPE_CHECKING:
+    from jpaged.service.image_inputs import ImageInputs
 
 FIELD = "generated_token_ids"
 _Tokens = TypeVar("_Tokens", bound=Sequence[int])
@@ -193,10 +196,15 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self._geometry = geometry
         self._generates = generates
+        self._images: ImageInputs | None = None
         self._seed = seed
         self._max_logprobs = max_logprobs
         self._answering = answering or ChatOutputConfig(tokenizer)
         self._counter = itertools.count()
+
+    def set_images(self, images: ImageInputs) -> None:
+        """Accept images; without this call they are refused."""
+        self._images = images
 
     def make_request(
         self,
@@ -314,6 +322,39 @@ class InputProcessor:
             return nullcontext()
         return naming_tools(str(outputs.structural_tag), prompt.chat_options.shown_tools)
 
+    def find_images(self, prompt: Prompt) -> Sequence[GivenImage]:
+        """Return the images of a prompt, in order; messages must be `ChatMessages`."""
+        if prompt.images:
+            return prompt.images
+        return images_in(prompt.messages) if isinstance(prompt.messages, ChatMessages) else ()
+
+    def parse_images(self, prompt: Prompt) -> tuple[Prompt, Sequence[GivenImage]]:
+        """Return a prompt with its messages parsed, and its images."""
+        if prompt.messages is not None and not isinstance(prompt.messages, ChatMessages):
+            prompt = dataclasses.replace(prompt, messages=ChatMessages(read_messages(prompt.messages)))
+        return prompt, self.find_images(prompt)
+
+    def _with_images(
+        self, token_ids: Sequence[int], prompt: Prompt, sampling: SamplingParams
+    ) -> tuple[Sequence[int], PromptEmbeds]:
+        """Return the tokens of a prompt with those of its images, and the positions of their rows."""
+        given = self.find_images(prompt)
+        assert self._images is not None
+        if prompt.pooling is not None or _get_logprobs_start(prompt, sampling) is not None:
+            what = "a pooling" if prompt.pooling is not None else "prompt_logprobs"
+            raise InvalidArgument(given[0].field, f"is not compatible with {what}: its positions have no tokens")
+        kept, max_tokens = self._kept_part(prompt, sampling)
+        if kept != slice(None):
+            raise InvalidArgument("sampling.truncate_prompt_tokens", "is not supported with images")
+        token_ids, embeds = self._images.place(token_ids, given, prompt.prepared)
+        self._check_length(len(token_ids), sampling, max_tokens, fills_length=prompt.fills_length)
+        return self._known("prompt", token_ids), embeds
+
+    def _refuse_images(self, given: Sequence[GivenImage]) -> NoReturn:
+        if self._images is None:
+            raise InvalidArgument(given[0].field, "is an image, but the model reads only text: no vision encoder")
+        raise InvalidArgument(given[0].field, "is an image: this method takes only text")
+
     def _inputs(
         self, prompt: Prompt, sampling: SamplingParams, cache_tenant: str
     ) -> tuple[Sequence[int], PromptEmbeds | None]:
@@ -321,10 +362,12 @@ class InputProcessor:
         if prompt.embeds is not None:
             embeds = self._embeds(prompt.embeds, prompt, sampling)
             return [0] * embeds.spans[-1].stop, embeds
+        if prompt.images and not prompt.prepared:
+            self._refuse_images(prompt.images)
         token_ids = self._prompt_ids(prompt, sampling, cache_tenant)
         if not token_ids:
             raise InvalidArgument("prompt", "is empty: at least one token is needed")
-        return token_ids, None
+        return self._with_images(token_ids, prompt, sampling) if prompt.prepared else (token_ids, None)
 
     def _embeds(self, given: GivenEmbeds, prompt: Prompt, sampling: SamplingParams) -> PromptEmbeds:
         """Return the embeddings of a prompt, truncated if requested, after checking that they fit into a sequence."""
@@ -364,7 +407,9 @@ class InputProcessor:
             max_bytes = max(max_bytes, MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
             owner = cache_tenant, sampling.cache_salt
-            token_ids: Sequence[int] = self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, owner)
+            token_ids: Sequence[int] = self._chat_ids(
+                prompt.messages, prompt.chat_options, max_bytes, owner, has_images=bool(prompt.prepared)
+            )
         else:
             adds = prompt.add_special_tokens
             token_ids = self._text_ids("prompt", prompt.text or "", max_bytes, add_special_tokens=adds)
@@ -469,17 +514,22 @@ class InputProcessor:
         options: ChatOptions,
         max_bytes: int,
         owner: tuple[str, str] | None = None,
+        *,
+        has_images: bool = False,
     ) -> Sequence[int]:
         """Return the ids of a conversation.
 
         Args:
             owner: tenant and salt of a request, which may use and extend the tokenizer's cache; None for other calls.
+            has_images: the messages may have images, for which the template prints placeholders.
         """
         if not messages:
             raise InvalidArgument("chat.messages", "is empty: at least one message is needed")
         if len(messages) > MAX_CHAT_MESSAGES:
             raise InvalidArgument("chat.messages", f"{len(messages)} messages; at most {MAX_CHAT_MESSAGES}")
         messages = messages if isinstance(messages, ChatMessages) else read_messages(messages)
+        if not has_images and (given := images_in(messages)):
+            self._refuse_images(given)
         if options.continue_final_message and not messages[-1]["content"] and messages[-1].get("tool_calls"):
             raise InvalidArgument("continue_final_message", "needs a last message whose content can be continued")
         num_bytes = messages_bytes(messages) + (options.num_bytes if options.is_laid_out else 0)

@@ -34,10 +34,10 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -57,7 +57,18 @@ from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
-from jpaged.types import Adapter, LoadedAdapter, ModelInfo, Pooling, Request, require_whole_characters
+from jpaged.types import (
+    Adapter,
+    LoadedAdapter,
+    ModelInfo,
+    Pooling,
+    PreparedImage,
+    Request,
+    require_whole_characters,
+)
+
+if TYPE_CHECKING:
+    from jpaged.service.image_inputs import ImageInputs
 
 MAX_ADAPTERS = 1 << 16
 """Default limit of loaded adapters: of those outside host memory, each takes about 1 KB."""
@@ -365,20 +376,26 @@ def _read_places(header: bytes) -> tuple[dict[str, tuple[np.dtype[Any], tuple[in
 
 def _read_place(name: str, given: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
     what = f"tensor {name[:80]!r}"
-    fields = given if isinstance(given, dict) else {}
-    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
+    dtype, shape, place = fields.get("dtype"), _read_numbers(fields, "shape"), _read_numbers(fields, "data_offsets")
     if not isinstance(dtype, str) or dtype not in _STORED_TYPES:
         raise InvalidArgument("data", f"{what} is {str(dtype)[:20]}, not one of {', '.join(_STORED_TYPES)}")
-    for numbers in (shape, place):
-        if not (isinstance(numbers, list) and all(type(one) is int and 0 <= one < 1 << 48 for one in numbers)):
-            raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
+    if shape is None or place is None:
+        raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
     found, size = np.dtype(_STORED_TYPES[dtype]), math.prod(shape)
-    if len(shape) > _MAX_AXES or size >= 1 << 48 or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
+    if len(shape) > _MAX_AXES or size >= _MAX_NUMBER or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
         problem = f"has data_offsets {str(place)[:40]} for shape {str(shape)[:40]}"
         raise InvalidArgument("data", f"{what} {problem}, of {found.itemsize} bytes each")
     return found, tuple(shape), place[0], place[1]
 
 
+def _read_numbers(fields: Mapping[str, Any], name: str) -> list[int] | None:
+    numbers = fields.get(name)
+    is_valid = isinstance(numbers, list) and all(type(one) is int and 0 <= one < _MAX_NUMBER for one in numbers)
+    return numbers if is_valid else None
+
+
+_MAX_NUMBER = 1 << 48
 _MAX_AXES = 8
 
 
@@ -608,6 +625,50 @@ class Pooler(Protocol):
         """Return probabilities or scores of logits."""
 
 
+class ImageProcessor(Protocol):
+    """Preparation of images for one model, on the host."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """Token that stands for an image in the text of a chat, in order."""
+
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+
+    def count_tokens(self, width: int, height: int) -> int:
+        """Return the number of prompt tokens of an image of this size in pixels.
+
+        Raises:
+            InvalidArgument: the model takes no image of this shape.
+        """
+
+    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage:
+        """Return an RGB image `[height, width, 3]` as the encoder takes it.
+
+        Raises:
+            InvalidArgument: the model takes no image of this shape.
+        """
+
+
+class VisionEncoder(Protocol):
+    """Vision encoder of one model, on a device. Thread-safe."""
+
+    @property
+    def max_patches(self) -> int:
+        """Maximum number of patches of one image."""
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
+        """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """Parts of a model that read images."""
+
+    processor: ImageProcessor
+    encoder: VisionEncoder
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model. `config` is resolved; the engine (or its replicas) is not started yet.
@@ -621,6 +682,8 @@ class LoadedModel:
         hidden_size: numbers of a hidden state; 0 if unknown.
         pooler: of an embedding model or a classifier; None takes the last token's hidden state.
         block_port: data port for blocks; None if there is none.
+        vision: image processor and vision encoder; None if the model takes only text.
+        images: reads and encodes the images of requests; None if the model takes only text.
     """
 
     engine: EngineClient
@@ -637,6 +700,8 @@ class LoadedModel:
     hidden_size: int = 0
     pooler: Pooler | None = None
     block_port: BlockPort | None = None
+    vision: Vision | None = None
+    images: ImageInputs | None = None
 
     def update_weights(
         self, weights: object, mode: PauseMode = "keep", version: str | int | None = None

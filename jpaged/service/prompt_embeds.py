@@ -65,7 +65,7 @@ def read_embeds(given: GivenEmbeds, geometry: Geometry) -> NDArray[np.float32]:
         RequestTooLong: there are more tokens than a sequence has.
         Unsupported: the model was loaded without the option.
     """
-    if not geometry.embed_width:
+    if not geometry.embed_width or not geometry.has_prompt_embeds:
         option = "without --enable-prompt-embeds (enable_prompt_embeds=True of LLM)"
         raise Unsupported(f"{FIELD}: the model was loaded {option}")
     if not isinstance(given, str | bytes):
@@ -97,18 +97,33 @@ def check_finite(values_te: NDArray[np.float32], geometry: Geometry) -> None:
 
 
 def with_digests(spans: Sequence[EmbeddedSpan], num_tokens: int, block_size: int) -> PromptEmbeds:
-    """Return the embeddings of a prompt of this length, and a digest for each block."""
-    digests = []
-    embeds = PromptEmbeds(tuple(spans), ())
-    for start in range(0, num_tokens, block_size):
-        digest = hashlib.sha256(b"jpaged/embeds/1\0")
-        num_rows = 0
-        for position, values_te in embeds.iter_rows(start, start + block_size):
-            digest.update(np.array([position - start, *values_te.shape], "<i8").tobytes())
-            digest.update(np.ascontiguousarray(values_te, "<f4").tobytes())
-            num_rows += len(values_te)
-        digests.append(digest.digest() if num_rows else b"")
-    return PromptEmbeds(embeds.spans, tuple(digests))
+    """Return the embeddings of a prompt of this length, and a digest for each block.
+
+    Rows of an image are known by the image's digest, so that they need not exist yet.
+    """
+    found: dict[int, Any] = {}
+    for span in spans:
+        for block in range(span.start // block_size, -(-span.stop // block_size)):
+            digest = found.setdefault(block, hashlib.sha256(b"jpaged/embeds/1\0"))
+            start = block * block_size
+            position, end = max(start, span.start), min(start + block_size, span.stop)
+            first = position - span.start
+            head = [
+                position - start,
+                end - position,
+                span.values_te.shape[1],
+                bool(span.digest),
+                span.first_row + first,
+            ]
+            digest.update(np.array(head, "<i8").tobytes())
+            if span.digest:
+                digest.update(span.digest)
+            else:
+                rows_te = span.values_te[first : first + end - position]
+                digest.update(np.ascontiguousarray(rows_te, "<f4").tobytes())
+    num_blocks = -(-num_tokens // block_size)
+    digests = (found[block].digest() if block in found else b"" for block in range(num_blocks))
+    return PromptEmbeds(tuple(spans), tuple(digests))
 
 
 def _check_shape(shape: Sequence[int], geometry: Geometry) -> None:

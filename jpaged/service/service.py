@@ -78,6 +78,7 @@ from jpaged.types import (
     Prompt,
     Request,
     RequestOutput,
+    SamplingParams,
     SequenceFinish,
     require_whole_characters,
 )
@@ -120,6 +121,7 @@ class ServerRole(Protocol):
 
 
 _T = TypeVar("_T")
+_MadeRequest = tuple[Request, ChatOutputParser | None, AbstractContextManager[None]]
 
 SMALL = 2000
 """Characters or token ids that are processed inline: about 1 ms."""
@@ -677,8 +679,7 @@ class Service:
         deadline_s = None if remaining_s is None else model.engine.clock() + remaining_s
         adapter = model.adapters.named(call.adapter) if call.adapter else None
 
-        def make() -> tuple[Request, ChatOutputParser | None, AbstractContextManager[None]]:
-            prompt, sampling = call.read()
+        def make(prompt: Prompt, sampling: SamplingParams) -> _MadeRequest:
             request = model.input_processor.make_request(
                 request_id=generation.engine_id,
                 sampling=sampling,
@@ -692,8 +693,19 @@ class Service:
             naming = model.input_processor.naming_errors(prompt, sampling, request)
             return request, model.input_processor.answers(prompt, sampling, request), naming
 
+        def read() -> _MadeRequest | tuple[Prompt, SamplingParams]:
+            given = call.read()
+            return make(*given) if model.images is None or not model.input_processor.find_images(given[0]) else given
+
         async def prepare() -> tuple[Request, ChatOutputParser | None]:
-            request, answers, naming = await self._workers.run(make, call.size)
+            found = await self._workers.run(read, call.size)
+            if len(found) == 2:  # a prompt with images
+                (prompt, sampling), tenant = found, generation.cache_tenant
+                assert model.images is not None
+                given = model.input_processor.find_images(prompt)
+                made = functools.partial(make, sampling=sampling)
+                found = await model.images.complete(given, prompt, made, tenant, sampling.cache_salt)
+            request, answers, naming = found
             if model.grammars is not None and request.sampling.structured_outputs is not None:
                 with naming:
                     request = await model.grammars.bind(request)

@@ -23,6 +23,7 @@ from jpaged.server_load import (
     PREFILL_FAILURES,
     PREFILLS_HERE,
     EngineLoad,
+    ImageLoad,
     RoleLoad,
     SpeculationLoad,
     get_metrics,
@@ -83,8 +84,17 @@ class EngineCollector(Collector):
             )
             updates.add_metric((name,), engine.num_weight_updates)
             yield updates
+        if self._serving.images is not None:
+            yield from self._images(self._serving.images.load())
         if (max_loras := self._serving.model.max_loras) > 0:
             yield self._adapters(load, max_loras)
+
+    def _images(self, load: ImageLoad) -> Iterator[Metric]:
+        for kind, family in (("gauge", GaugeMetricFamily), ("counter", CounterMetricFamily)):
+            for field, metric in get_metrics(kind, ImageLoad):
+                total = family(metric.name, metric.help, labels=("model_name",))
+                total.add_metric((self._serving.model.name,), getattr(load, field))
+                yield total
 
     def _roles(self) -> Iterator[Metric]:
         counts, name = self._serving.role_counts, self._serving.model.name

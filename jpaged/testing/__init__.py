@@ -1,7 +1,7 @@
 """Fakes for tests: an executor whose tokens can be computed by hand, a byte tokenizer, a manual clock.
 
 fake_executor.py   an executor without a model: host memory, logits processors, log-probabilities
-fake_model.py      the next token of a context, a tokenizer of bytes, a grammar over token ids
+fake_model.py      the next token of a context, a tokenizer of bytes, images of tokens, a grammar over token ids
 fake_steps.py      several steps in one dispatch, rounds of proposals, a manual clock
 """
 
@@ -19,7 +19,7 @@ from jpaged.testing.fake_executor import (
     with_adapters,
     with_embeds,
 )
-from jpaged.testing.fake_model import ByteTokenizer, expected_tokens
+from jpaged.testing.fake_model import ByteTokenizer, FakeVision, expected_tokens
 from jpaged.testing.fake_steps import VirtualClock
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "FakeAdapter",
     "FakeExecutor",
     "FakeUpdate",
+    "FakeVision",
     "Faults",
     "FedExecutor",
     "SeveralStepsExecutor",

@@ -11,6 +11,8 @@ A hash of the previous tokens selects them, so that a wrong token changes the ou
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +24,9 @@ from numpy.typing import NDArray
 from jpaged import json_text
 from jpaged.chat import ChatOptions
 from jpaged.engine.executor.io import num_mask_words
-from jpaged.errors import RequestTooLong
+from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.structured import GrammarBatch, GrammarState, StatesOneByOne
+from jpaged.types import PreparedImage
 
 NAN = 1 << 40
 """Added to the token in a slot whose keys and values are NaN."""
@@ -199,8 +202,70 @@ class ByteTokenizer:
 
 
 def _said(message: Mapping[str, Any]) -> str:
+    if isinstance(message["content"], list):  # parts of text and images, as templates expect them
+        parts = (part.get("text", chr(FakeVision.placeholder_id)) for part in message["content"])
+        message = {**message, "content": "".join(parts)}
     calls = [json_text.dumps(call["function"]) for call in message.get("tool_calls") or ()]
     return " ".join([message.get("content") or "", *calls]).strip() if calls else message["content"] or ""
+
+
+class FakeVision:
+    """Image processor and vision encoder of a `ByteTokenizer`. A patch is the token that its mean of red names.
+
+    A row of patches in a prompt is a space for each, which the patches replace, and a line break.
+
+    Attributes:
+        calls: numbers of images of each call of the encoder.
+        gate: the encoder waits until it is set.
+    """
+
+    placeholder_id = 1
+    patch_size = 8
+    max_patches = 64
+
+    def __init__(self, width: int = 2) -> None:
+        self.calls: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self._width = width
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        return -(-height // self.patch_size), -(-width // self.patch_size)
+
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+        return None
+
+    def count_tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens of an image."""
+        rows, columns = self._grid(width, height)
+        return rows * (columns + 1)
+
+    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage:
+        """Return the mean of each patch; raise InvalidArgument for an image that is too large."""
+        height, width, _ = pixels_hwc.shape
+        rows, columns = self._grid(width, height)
+        if rows * columns > self.max_patches:
+            raise InvalidArgument("pixels", f"has {rows * columns} patches; at most {self.max_patches}")
+        size = self.patch_size
+        starts = [(row * size, column * size) for row in range(rows) for column in range(columns)]
+        patches = [pixels_hwc[y : y + size, x : x + size].mean(axis=(0, 1)) for y, x in starts]
+        patches_pe = np.array(patches, np.float32)
+        token_ids = ([ord(" ")] * columns + [ord("\n")]) * rows
+        digest = hashlib.sha256(patches_pe.tobytes()).digest()
+        is_embed_t = np.array(token_ids) == ord(" ")
+        return PreparedImage(patches_pe, (rows, columns), tuple(token_ids), is_embed_t, digest)
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
+        """Return a row for each patch, whose first number is the token."""
+        self.gate.wait()
+        self.calls.append(len(images))
+        encoded = []
+        for image in images:
+            rows_te = np.zeros((len(image.patches_pe), self._width), np.float32)
+            rows_te[:, 0] = np.rint(image.patches_pe[:, 0])
+            encoded.append(rows_te)
+        return encoded
 
 
 _NUM_CHOICES = 7

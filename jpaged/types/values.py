@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.chat import ChatOptions, ToolCall, ToolCallPiece
+from jpaged.chat import ChatOptions, GivenImage, ToolCall, ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.sampling_params import SamplingParams
 from jpaged.structured import Grammar, GrammarState, ThinkingBudget
@@ -120,6 +120,7 @@ class ModelInfo:
         aliases: further names of the model.
         state_bytes_per_sequence: bytes of the recurrent state of a sequence, all layers; 0 without recurrent layers.
         weight_version: version of the weights; "0" until the first update.
+        max_images: maximum number of images in a request; 0 if the model reads only text, and so is max_image_pixels.
     """
 
     name: str
@@ -144,6 +145,8 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     state_bytes_per_sequence: int = 0
     weight_version: str = "0"
+    max_images: int = 0
+    max_image_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,10 +156,17 @@ class EmbeddedSpan:
     Attributes:
         start: the first position.
         values_te: float32 `[tokens, width]`, never written again.
+        digest: of the image whose rows they are; empty for embeddings that a caller sends.
+        first_row: row of the image at the first position.
+        rope_grid: rows and columns of an image whose positions in rotary embedding are those; None for positions of
+            text.
     """
 
     start: int
     values_te: NDArray[np.float32]
+    digest: bytes = b""
+    first_row: int = 0
+    rope_grid: tuple[int, int] | None = None
 
     @property
     def stop(self) -> int:
@@ -166,15 +176,17 @@ class EmbeddedSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """The positions of a prompt whose input is an embedding. Their token ids are placeholders, 0.
+    """The positions of a prompt whose input is an embedding. Their token ids are placeholders: 0, or that of images.
 
     Attributes:
         spans: in order, without overlaps.
         block_digests: digests of the embeddings in each block of the prompt; empty for a block that has none.
+        num_image_tokens: tokens of images, with those between their rows.
     """
 
     spans: tuple[EmbeddedSpan, ...]
     block_digests: tuple[bytes, ...]
+    num_image_tokens: int = 0
 
     def iter_rows(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield the embeddings from position `start` to `stop`, each part with its first position."""
@@ -182,6 +194,36 @@ class PromptEmbeds:
             begin, end = max(start, span.start), min(stop, span.stop)
             if begin < end:
                 yield begin, span.values_te[begin - span.start : end - span.start]
+
+    def end_outside(self, start: int, stop: int) -> int:
+        """Return the last position up to `stop` at which a chunk from `start` may end: not inside a span."""
+        inside = (span.start for span in self.spans if span.start < stop < span.stop)
+        return max(start, next(inside, stop))
+
+    @property
+    def rope_shift(self) -> int:
+        """Positions by which rotary embedding is behind after all spans: an image advances it by its longer side."""
+        grids = (span.rope_grid for span in self.spans)
+        return sum(rows * columns - max(rows, columns) for rows, columns in filter(None, grids))
+
+    def rope_shifts(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Return what to subtract from positions `start` to `stop` for rotary embedding: `[3, tokens]`.
+
+        The three are for time, row and column, as in Qwen2-VL (Wang et al. 2024).
+        """
+        found, shift = np.zeros((3, stop - start), np.int32), 0
+        for span in self.spans:
+            if span.rope_grid is None:
+                continue
+            rows, columns = span.rope_grid
+            places = np.arange(rows * columns)
+            shifts = shift + places - np.stack([np.zeros_like(places), places // columns, places % columns])
+            shift += rows * columns - max(rows, columns)
+            begin, end = max(span.start, start), min(span.stop, stop)
+            if begin < end:
+                found[:, begin - start : end - start] = shifts[:, begin - span.start : end - span.start]
+            found[:, max(0, span.stop - start) :] = shift
+        return found
 
     def hide(self, token_ids: Sequence[int], hidden: int = -1) -> list[int]:
         """Return the tokens of a sequence with another id in place of the placeholders."""
@@ -191,6 +233,27 @@ class PromptEmbeds:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """An image as a model's image processor prepares it, in host memory.
+
+    Attributes:
+        patches_pe: float32 `[patches, numbers of a patch]`, normalized, in the order of the model's encoder.
+        grid: rows and columns of patches.
+        token_ids: tokens that take the place of the image's placeholder in a prompt.
+        is_embed_t: the tokens among them whose input is a row of the encoder's output, in order.
+        digest: of the patches; a key of caches.
+        rope_grid: as of `EmbeddedSpan`.
+    """
+
+    patches_pe: NDArray[np.float32]
+    grid: tuple[int, int]
+    token_ids: tuple[int, ...]
+    is_embed_t: NDArray[np.bool_]
+    digest: bytes
+    rope_grid: tuple[int, int] | None = None
+
+
 GivenEmbeds = NDArray[Any] | bytes | str
 
 
@@ -198,6 +261,13 @@ class EmbedsInput(TypedDict):
     """A prompt as input embeddings `[tokens, hidden_size]`: an array of NumPy or JAX, or a tensor of PyTorch."""
 
     prompt_embeds: Any
+
+
+class ImagesInput(TypedDict):
+    """A prompt as text with placeholders, and its images: `{"image": image}` or `{"image": [image, ...]}`."""
+
+    prompt: str
+    multi_modal_data: Mapping[str, Any]
 
 
 EMBED_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -247,6 +317,8 @@ class Prompt:
         text_pair: second text of a pair, for a model that compares the two.
         pair_start: first token of the second text among token_ids, for models with token types.
         embeds: input embeddings `[tokens, width]` of any floating type; or a file of `torch.save`, or its base64 text.
+        images: images of a text or token ids, whose placeholders they replace in order; messages have their own.
+        prepared: the images, or those of the messages, after preparation.
     """
 
     text: str | None = None
@@ -265,6 +337,8 @@ class Prompt:
     text_pair: str | None = None
     pair_start: int | None = None
     embeds: GivenEmbeds | None = field(default=None, compare=False)
+    images: Sequence[GivenImage] = ()
+    prepared: Sequence[PreparedImage] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -522,11 +596,12 @@ class PositionLogprobs(Mapping[int, TokenLogprob]):
 # Only this package may write their fields all the same, like those of every class (tests/arch).
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one request so far; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one request so far; of the prompt, `cached_tokens` came from the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ OPTIONAL: dict[str, set[str]] = {
     "inspector": VALUES | {"service", "http", "access"},
     "inspector.cli": VALUES | {"inspector", "cli", "client"},
     "evaluation": VALUES | {"client", "llm", "checkpoints.hub"},
+    "ray": VALUES | {"llm"},
     "tunix": VALUES | {"llm", "checkpoints.hub", "checkpoints.names"},
 }
 OPTIONAL_HOOKS = {"jpaged/cli/main.py", "jpaged/http/app.py"}
@@ -124,7 +125,7 @@ LIBRARY_HOMES: dict[str, set[str]] = {
     "mooncake": {"engine"},
     "tunix": {"tunix"},
     "pyarrow": {"client"},
-    "ray": set(),
+    "ray": {"ray"},
     "torch": set(),
 }
 ENVIRONMENT_HOME = "jpaged/config/engine_config.py"

@@ -1,7 +1,7 @@
 """Holds Kubernetes manifests to the schemas, to the server's options, and to each other; names what is wrong.
 
 Core kinds are validated by the schemas of the package kubernetes-validate, closed to unknown fields; LeaderWorkerSet,
-JobSet and the Gateway API's by schemas/*.json beside this file, and the pods in them by the core schemas again.
+JobSet, and those of KServe and the Gateway API by schemas/*.json beside this file, and their pods by the core schemas.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _schema_problems(document: Document) -> list[str]:
             jsonschema.validate(document, _KUSTOMIZATION)
         elif kind in ("Gateway", "HTTPRoute", "InferencePool"):
             validate_custom(document)
-        elif kind in ("LeaderWorkerSet", "JobSet"):
+        elif kind in ("LeaderWorkerSet", "JobSet", "ServingRuntime", "InferenceService"):
             validate_custom(document)
             for part in _core_parts(document):
                 _validate_core(part)
@@ -148,6 +148,18 @@ def _core_parts(document: Document) -> Iterator[Document]:
     if document["kind"] == "JobSet":
         for job in document["spec"]["replicatedJobs"]:
             yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
+        return
+    if document["kind"] == "ServingRuntime":
+        spec = {name: document["spec"][name] for name in ("containers", "volumes") if name in document["spec"]}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "predictor"}, "spec": spec}
+        return
+    if document["kind"] == "InferenceService":
+        if "deploymentStrategy" in (predictor := document["spec"]["predictor"]):
+            labels, container = {"a": "b"}, {"name": "c", "image": "d"}
+            template = {"metadata": {"labels": labels}, "spec": {"containers": [container]}}
+            spec = {"selector": {"matchLabels": labels}, "template": template}
+            spec["strategy"] = predictor["deploymentStrategy"]
+            yield {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "predictor"}, "spec": spec}
         return
     template = document["spec"]["leaderWorkerTemplate"]
     for role in ("leaderTemplate", "workerTemplate"):

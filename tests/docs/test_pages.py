@@ -58,7 +58,7 @@ def test_the_page_of_messages_has_the_table_of_anthropics_fields():
     places = {place: names.split() for place, names in vllm_fields.ANTHROPIC.items()}
     policies = {vllm_fields.anthropic_policy(place, name) for place, names in places.items() for name in names}
     assert {"yes", "no effect", "refused", "only `[]`"} <= policies
-    assert vllm_fields.anthropic_policy("blocks", "image") == "refused"
+    assert vllm_fields.anthropic_policy("blocks", "container_upload") == "refused"
 
 
 async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():

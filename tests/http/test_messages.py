@@ -263,7 +263,7 @@ def test_limits_samplings_and_formats() -> None:
         parse_messages_request(counted)
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+IMAGE = {"type": "image", "source": {"type": "file", "file_id": "a"}}
 
 
 @pytest.mark.parametrize(
@@ -273,14 +273,14 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: 'robot' is not one of"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
         ({"messages": [{**USER, "name": "me"}]}, "messages[0].name: is not supported"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type: 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.type: 'file' is not"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type: 'image' is not supported",
+            "messages[0].content[0].content[0].source.type: 'file' is not supported: only base64 and url are",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},

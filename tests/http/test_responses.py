@@ -320,8 +320,8 @@ USER = {"role": "user", "content": "hi"}
         ({"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}, "input[1].type", "reasoning"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0]",
-            "",
+            "input[0].content[0].image_url",
+            "the model reads only text",
         ),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", ""),
         ({"input": [USER, {"type": "reasoning", "summary": []}, USER]}, None, ""),

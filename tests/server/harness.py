@@ -22,9 +22,10 @@ from jpaged.peers import Prefills
 from jpaged.server.lifecycle import Server
 from jpaged.service.chat.formats import AnswerFormat
 from jpaged.service.chat.output_config import ChatOutputConfig
+from jpaged.service.image_inputs import ImageInputs
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import Adapters, BackendFacts, LoadedModel, Pooler
-from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, Faults
+from jpaged.testing import ByteTokenizer, FakeAdapter, FakeExecutor, FakeVision, Faults
 from jpaged.types import ModelInfo, Pooling
 
 EOS = ByteTokenizer.EOS
@@ -125,6 +126,7 @@ def make_serving(
     answer_format: AnswerFormat | None = None,
     others: Sequence[FakeExecutor] = (),
     pooler: Pooler | None = None,
+    vision: FakeVision | None = None,
 ) -> LoadedModel:
     """An engine with all that the server needs beside it; of several executors, as many replicas."""
     adapters = Adapters(read_fake, config.lora.max_cpu_loras) if executor.max_loras else Adapters()
@@ -137,7 +139,12 @@ def make_serving(
         eos_token_ids=frozenset({EOS}),
         answering=ChatOutputConfig(tokenizer, answer_format, frozenset({EOS})),
     )
-    model = replace(MODEL, aliases=tuple(config.server.served_model_aliases))
+    model, images = replace(MODEL, aliases=tuple(config.server.served_model_aliases)), None
+    if vision is not None:
+        images = ImageInputs.from_options(vision, vision, config.media, executor.geometry)
+        input_processor.set_images(images)
+        limits = images.limits
+        model = replace(model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
     return LoadedModel(
         engine,
         input_processor,
@@ -149,6 +156,7 @@ def make_serving(
         checkpoint=CHECKPOINT,
         hidden_size=3,
         pooler=pooler,
+        images=images,
     )
 
 
@@ -160,6 +168,7 @@ async def running(
     answer_format: AnswerFormat | None = None,
     others: Sequence[FakeExecutor] = (),
     pooler: Pooler | None = None,
+    vision: FakeVision | None = None,
     **options: Any,
 ) -> AsyncIterator[Harness]:
     """A server that takes requests; stopped at the end, whatever happened. `options` are EngineConfig's.
@@ -170,7 +179,7 @@ async def running(
     config = EngineConfig.load({"port": 0, "enable_http": "http_port" in options, **options})
 
     def load(progress: Progress) -> LoadedModel:
-        return make_serving(executor, config, tokenizer, answer_format, others, pooler)
+        return make_serving(executor, config, tokenizer, answer_format, others, pooler, vision)
 
     loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
     prefills = Prefills(config.roles) if config.roles.role == "decode" else None

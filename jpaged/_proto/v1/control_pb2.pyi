@@ -102,7 +102,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "dtype", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "eos_token_ids", "has_chat_template", "max_loras", "max_lora_rank", "tool_call_parser", "reasoning_parser", "max_logprobs", "lossy_kv_window", "lossy_kv_sinks", "default_sampling", "aliases", "state_bytes_per_sequence", "weight_version")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "dtype", "num_layers", "num_query_heads", "num_kv_heads", "head_dim", "eos_token_ids", "has_chat_template", "max_loras", "max_lora_rank", "tool_call_parser", "reasoning_parser", "max_logprobs", "lossy_kv_window", "lossy_kv_sinks", "default_sampling", "aliases", "state_bytes_per_sequence", "weight_version", "max_images", "max_image_pixels")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,8 @@ class GetModelInfoResponse(_message.Message):
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -147,7 +149,9 @@ class GetModelInfoResponse(_message.Message):
     aliases: _containers.RepeatedScalarFieldContainer[str]
     state_bytes_per_sequence: int
     weight_version: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_query_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., lossy_kv_window: _Optional[int] = ..., lossy_kv_sinks: _Optional[int] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., aliases: _Optional[_Iterable[str]] = ..., state_bytes_per_sequence: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    max_images: int
+    max_image_pixels: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_query_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., lossy_kv_window: _Optional[int] = ..., lossy_kv_sinks: _Optional[int] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., aliases: _Optional[_Iterable[str]] = ..., state_bytes_per_sequence: _Optional[int] = ..., weight_version: _Optional[str] = ..., max_images: _Optional[int] = ..., max_image_pixels: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

@@ -241,5 +241,6 @@ class ResumableStream:
             prompt_tokens=message.usage.prompt_tokens,
             completion_tokens=max(message.usage.completion_tokens, self._usage.completion_tokens),
             cached_tokens=first.usage.cached_tokens,
+            image_tokens=message.usage.image_tokens,
         )
         message.usage.CopyFrom(usage)

@@ -126,6 +126,18 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderBytes:
+    """Memory of a vision encoder on its device, in bytes: its weights, and working memory of a call."""
+
+    weights: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.working
+
+
+@dataclass(frozen=True, slots=True)
 class PoolRequest:
     """Everything that decides the number of blocks, except memory and programs.
 
@@ -140,6 +152,7 @@ class PoolRequest:
         state_bytes: of the recurrent state of running sequences on one device; 0 without recurrent layers.
         checkpoint_bytes: of one more slot, which holds a checkpoint of recurrent state.
         blocks_per_checkpoint: blocks of the pool for each checkpoint; 0 without checkpoints.
+        encoder_bytes: of a vision encoder: its weights and working memory; 0 without any.
         has_default_share: memory_utilization is the platform's default, not the user's.
         num_blocks: the user's choice; None if memory decides.
         pool_bytes: the user's choice of the pool's bytes on one device instead; it determines num_blocks.
@@ -160,6 +173,7 @@ class PoolRequest:
     state_bytes: int = 0
     checkpoint_bytes: int = 0
     blocks_per_checkpoint: int = 0
+    encoder_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.pool_bytes is None:
@@ -174,8 +188,8 @@ class PoolRequest:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of one device that do not depend on the pool: weights and recurrent state."""
-        return self.weight_bytes + self.state_bytes
+        """Bytes of one device that do not depend on the pool: weights, recurrent state and the vision encoder."""
+        return self.weight_bytes + self.state_bytes + self.encoder_bytes
 
     def num_checkpoints(self, num_blocks: int) -> int:
         """Return the checkpoints of recurrent state that a pool of this many blocks has."""
@@ -280,6 +294,7 @@ class MemoryPlan:
             (f"pool of {self.num_blocks} blocks of {request.bytes_per_block} bytes", self.pool_bytes),
             *([("recurrent state", request.state_bytes)] if request.state_bytes else []),
             *([(f"{self.num_checkpoints} checkpoints of it", self.checkpoint_bytes)] if self.num_checkpoints else []),
+            *([("vision encoder", request.encoder_bytes)] if request.encoder_bytes else []),
             ("temporaries of programs", programs.temp_bytes),
             ("inputs, outputs and blocks in flight", programs.kept_bytes),
             *([("code of programs", programs.loaded_bytes)] if self.outside_bytes is None else []),
@@ -380,6 +395,7 @@ def too_large(plan: MemoryPlan) -> InvalidArgument:
     most, total = max(0, plan.most_blocks or 0), plan.total_bytes or 0
     what = f" ({plan.what})" if plan.what else ""
     state = f", {request.state_bytes / _GIB:.2f} GiB for recurrent state" if request.state_bytes else ""
+    state += f", {request.encoder_bytes / _GIB:.2f} GiB for the vision encoder" if request.encoder_bytes else ""
     share = f", with {request.checkpoint_bytes} bytes of state for each {request.blocks_per_checkpoint}"
     shared = share if request.blocks_per_checkpoint else ""
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:

@@ -274,6 +274,10 @@ class Geometry:
         num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
         embed_width: width of input embeddings, which may replace tokens of a step (E); 0 without any.
+        image_tokens: tokens of an image, which see each other and so are computed in one step; 0 if a step may end
+            inside an image.
+        has_rope_shifts: rotary embedding has three positions for each token; see `StepInputs.rope_shifts_3t`.
+        has_prompt_embeds: requests may have input embeddings; otherwise only images have some.
         embed_max: largest absolute value of these.
     """
 
@@ -299,6 +303,9 @@ class Geometry:
     num_draft_states: int = 0
     is_encoder: bool = False
     embed_width: int = 0
+    has_prompt_embeds: bool = True
+    has_rope_shifts: bool = False
+    image_tokens: int = 0
     embed_max: float = 0.0
 
     @property
@@ -724,6 +731,8 @@ class StepInputs:
         poolings_s: of an encoder: index of each row's pooling in `POOLINGS`; None for other models, as what follows.
         pair_starts_s: position of the first token of each row's second text; the row's length without one.
         is_embed_t: the input is a row of embeds_te, not a token; None if the geometry takes no embeddings.
+        rope_shifts_3t: what to subtract from each token's position for rotary embedding, for time, row and column; None
+            if the geometry has one position for each token.
         embeds_te: float32, a separate argument of the program; None if no input is an embedding.
     """
 
@@ -751,6 +760,7 @@ class StepInputs:
     poolings_s: I32 | None = None
     pair_starts_s: I32 | None = None
     is_embed_t: Bool | None = None
+    rope_shifts_3t: I32 | None = None
     embeds_te: F32 | None = None
 
     def further(self, num_steps: int, block_size: int) -> Iterator[StepInputs]:

@@ -450,6 +450,7 @@ def build_step_inputs(schedule: SchedulerOutput, geometry: Geometry) -> StepInpu
         poolings_s=poolings_s,
         pair_starts_s=pair_starts_s,
         is_embed_t=is_embed_t,
+        rope_shifts_3t=_rope_shifts(schedule, ends - lens, num_padded) if geometry.has_rope_shifts else None,
         embeds_te=None if is_embed_t is None else _fill_embeds(schedule, ends - lens, is_embed_t, geometry.embed_width),
     )
 
@@ -631,6 +632,26 @@ def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     if schedule.order:
         poolings, starts = ([column[row] for row in schedule.order] for column in (poolings, starts))
     return _padded(poolings, max_rows), _padded(starts, max_rows)
+
+
+def _rope_shifts(schedule: SchedulerOutput, starts: I32, num_padded: int) -> I32:
+    """Return the shifts of positions of a step; those of padding are 0.
+
+    Args:
+        starts: packed index of the first token of each row, in device order.
+    """
+    shifts_3t, decodes = np.zeros((3, num_padded), np.int32), schedule.decodes
+    for new, row_index in enumerate(schedule.order or range(schedule.num_rows)):
+        begin = starts.item(new)
+        if row_index < len(decodes):
+            if (embeds := decodes.groups[row_index].request.embeds) is not None:
+                shifts_3t[:, begin] = embeds.rope_shift
+            continue
+        row = schedule.rows[row_index - len(decodes)]
+        if (embeds := row.group.request.embeds) is not None:
+            stop = row.start + row.num_tokens
+            shifts_3t[:, begin : begin + row.num_tokens] = embeds.rope_shifts(row.start, stop)
+    return shifts_3t
 
 
 def _fill_embeds(schedule: SchedulerOutput, starts: I32, is_embed_t: Bool, width: int) -> F32 | None:

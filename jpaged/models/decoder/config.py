@@ -274,6 +274,11 @@ class DecoderConfig(ModelConfig):
         return self.kinds or (self._alike,) * self.num_layers
 
     @property
+    def has_rope_axes(self) -> bool:
+        """See `ModelConfig`."""
+        return any(rope.sections for rope in self.ropes)
+
+    @property
     def embed_width(self) -> int:
         """See `ModelConfig`."""
         return 0 if self.layer_inputs else self.hidden_size

@@ -549,7 +549,8 @@ class DecoderEnds(Ends):
         config, heads = self.config, tokens.heads
 
         def angles(index: int, which: RopeConfig) -> Any:
-            made = rope.cos_sin(which, config.get_rotary_dim(index), tokens.positions_t, tokens.rope_lens_t)
+            positions = tokens.positions_t, tokens.rope_lens_t, tokens.rope_axes_3t
+            made = rope.cos_sin(which, config.get_rotary_dim(index), *positions)
             # With the barrier, XLA for TPUs does not compute them again in every layer.
             return jax.lax.optimization_barrier(made if heads is None else heads.angles(*made))
 

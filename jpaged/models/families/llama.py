@@ -6,7 +6,9 @@ MiMo (Xiaomi 2025) is Qwen2 with an MTP layer, which drafts use (`jpaged.models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jpaged.errors import Unsupported
@@ -159,6 +161,63 @@ class LlamaVariant:
         return tuple(LayerKind(narrow if name == SLIDING else full) for name in types)
 
 
+_OF_IMAGES = (
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("vision_token_id", "image_token_index", "video_token_index"),
+)
+_OF_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+_ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+
+
+def _qwen_language(whole: JsonFields) -> JsonFields:
+    """Return the fields of the language model of Qwen2.5-VL: in text_config, or next to vision_config."""
+    whole.ignore(_OF_IMAGES)
+    if not whole.has("text_config"):
+        return whole
+    text = whole.mapping("text_config")
+    given = {key: whole.value(key) for key in _OF_WHOLE if whole.has(key)}
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        whole.only(key, text.get(key), why=f"text_config, which defines the language model, has {text.get(key)}")
+    return JsonFields({**text, **given}, f"{whole.name} text_config")
+
+
+def _read_sectioned(variant: LlamaVariant, fields: JsonFields, architecture: str) -> DecoderConfig:
+    """Read a model whose frequencies are in sections, for the positions of time, row and column."""
+    section = next((fields.mapping(key) for key in _ROPE_SECTIONS if fields.has(key)), {})
+    sections = section.get("mrope_section", [16, 24, 24])
+    if not isinstance(sections, list) or not all(isinstance(size, int) for size in sections):
+        raise fields.bad("mrope_section", f"is {str(sections)[:80]}; it must be a list of 3 numbers")
+    plain = {key: value for key, value in section.items() if key not in ("type", "mrope_section")}
+    kind = plain.get("rope_type", section.get("type", "default"))
+    plain["rope_type"] = "default" if kind == "mrope" else kind
+    config = variant.read(fields.replaced({"rope_scaling": None, "rope_parameters": plain}), architecture)
+    return replace(config, ropes=(replace(config.ropes[0], sections=tuple(sections)),))
+
+
+def _qwen_images() -> Family[DecoderConfig]:
+    """Return Qwen2.5-VL (Alibaba 2025): the language model is Qwen2, with rotary positions of three axes."""
+    variant = LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)
+
+    def write(config: DecoderConfig) -> dict[str, object]:
+        sizes = {
+            "model_type": "qwen2_5_vl_text",
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+        return {"text_config": sizes | variant.to_hf(config)}
+
+    def prefix(stored: Iterable[str]) -> str:
+        is_new = any(name.startswith("model.language_model.") for name in stored)
+        return "model.language_model." if is_new else "model."
+
+    read = functools.partial(_read_sectioned, variant)
+    family = decoder_family("qwen2_5_vl", read, write, Names(), name_prefix=prefix, ignored=("visual.",))
+    return replace(family, language=_qwen_language)
+
+
 def _family(variant: LlamaVariant) -> Family[DecoderConfig]:
     ignored = (variant.mtp_layers,) if variant.mtp_layers else ()
     return decoder_family(variant.model_type, variant.read, variant.to_hf, Names(), ignored=ignored)
@@ -265,6 +324,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048, (1, 2))),
     "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
     "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
+    "Qwen2_5_VLForConditionalGeneration": _qwen_images(),
     "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
     "MiMoForCausalLM": _family(
         LlamaVariant("mimo", "qkv", False, False, "switch", None, 32, 32768, None, "model.mtp_layers.")

@@ -660,6 +660,7 @@ _BY_TEXT: dict[str, AnyFamily] = {
 _OF_IMAGES = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+    *("vision_feature_select_strategy", "image_seq_length"),
 )
 """Keys for image inputs of multimodal models."""
 _OF_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id")
@@ -735,5 +736,6 @@ def _with_images(model_type: str, *text_types: str, names: Names) -> Family[Deco
 
 ARCHITECTURES = {name: variant.family() for name, variant in _VARIANTS.items()} | {
     "Mistral3ForConditionalGeneration": _with_images("mistral3", "mistral", "ministral3", "mistral4", names=Names()),
+    "LlavaForConditionalGeneration": _with_images("llava", "mistral", names=Names()),
     "Llama4ForConditionalGeneration": _with_images("llama4", "llama4_text", names=_LLAMA4),
 }

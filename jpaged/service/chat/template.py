@@ -84,6 +84,8 @@ def _message_bytes(where: str, message: Mapping[str, Any]) -> int:
             raise InvalidArgument(f"{where}.{key}", f"is only allowed in messages of the role {_ROLE_OF[key]!r}")
         if type(value) is str and value.isascii() and key not in _SHORT:
             num_bytes += len(value)
+        elif type(value) is list and key == "content":
+            num_bytes += sum(text_bytes(f"{where}.content", part.get("text", "")) for part in value)
         elif key == "tool_calls":
             num_bytes += sum(_call_bytes(f"{where}.tool_calls[{j}]", call) for j, call in enumerate(value))
         elif value is not None:
@@ -108,6 +110,9 @@ def for_template(messages: Sequence[Mapping[str, Any]], *, max_bytes: int) -> li
 
 
 def _plain(message: Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
+    if type(message["content"]) is list:
+        plain = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
+        message = {**message, "content": plain}
     if not message.get("tool_calls"):
         return dict(message)
     return {**message, "tool_calls": [_plain_call(call, max_bytes) for call in message["tool_calls"]]}
@@ -160,12 +165,23 @@ def with_built_in_tools(
     if place is None or (is_system and place > 0):
         return [{"role": role, "content": prompt}, *plain]
     content = plain[place].get("content") or ""
-    parts = (content, prompt) if is_system else (prompt, content)
-    plain[place] = {**plain[place], "content": "\n\n".join(part for part in parts if part)}
+    if isinstance(content, list):
+        parts = [*content, _text(f"\n\n{prompt}")] if is_system else [_text(f"{prompt}\n\n"), *content]
+        plain[place] = {**plain[place], "content": parts}
+        return plain
+    texts = (content, prompt) if is_system else (prompt, content)
+    plain[place] = {**plain[place], "content": "\n\n".join(text for text in texts if text)}
     return plain
 
 
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _with_text_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.get("role") == "tool" and isinstance(message.get("content"), list):
+        head, tail = _text("<tool_response>\n"), _text("\n</tool_response>")
+        return {"role": "user", "content": [head, *message["content"], tail]}
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
     if not message.get("tool_calls"):
@@ -466,7 +482,8 @@ class ChatTemplate:
             role = message["role"]
             if role in _KNOWN_ROLES or role in self._warned or role in self._printed:
                 continue
-            content = str(message.get("content") or "").strip()
+            content = message.get("content") or ""
+            content = content.strip() if isinstance(content, str) else ""
             may_be_copied = role in _WARNED_ROLES or len(content) >= _LONG_CHARS
             found = text.find(content, place) if may_be_copied else -1  # most templates keep the order of messages
             place = max(place, found)

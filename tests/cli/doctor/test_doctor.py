@@ -258,6 +258,23 @@ def test_a_cache_that_cannot_be_is_told(tmp_path):
     assert "is not writable" in found.note
 
 
+def test_object_storage_of_programs_is_told(monkeypatch):
+    monkeypatch.delenv("JPAGED_CACHE_URL", raising=False)
+    assert list(doctor.shared_cache()) == []
+    monkeypatch.setenv("JPAGED_CACHE_URL", "memory://me:pass@bucket/jpaged")
+    (found,) = doctor.shared_cache()
+    assert (found.state, found.value) == ("ok", "memory://bucket/jpaged")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for url, note in (
+        ("gs://bucket", "gcsfs"),
+        ("bucket", "is not a URL"),
+        ("what://bucket", "Protocol not known: what"),
+    ):
+        monkeypatch.setenv("JPAGED_CACHE_URL", url)
+        (found,) = doctor.shared_cache()
+        assert found.state == "stop" and note in found.note
+
+
 def test_few_open_files_are_told_with_a_remedy(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda number: (256, 4096))
     found = by_name(doctor.limits(512))

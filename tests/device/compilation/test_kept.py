@@ -8,9 +8,11 @@ import hashlib
 import logging
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,13 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.device.compilation import aot_bundle, lowering
 from jpaged.device.compilation.compile import ProgramSpec, set_up_compile_cache, told
-from jpaged.device.compilation.executable_cache import ExecutableCache
+from jpaged.device.compilation.executable_cache import ExecutableCache, ProgramBucket
 from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry
+from jpaged.errors import InvalidArgument
 from jpaged.models.layers import Params
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
@@ -221,3 +224,111 @@ def test_all_code_that_programs_are_traced_from_counts() -> None:
     traced = {"device/step.py", "models/decoder/modules.py", "kernels/paged_attention/api.py"}
     assert {*traced, "engine/executor/io.py", "device/sampling.py"} <= files
     assert aot_bundle.digest_of_sources() != hashlib.sha256().hexdigest()[:16]
+
+
+# --- object storage ---------------------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """What the client of a bucket raises: no OSError."""
+
+
+class RefusingFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Object storage that refuses every call, and counts them."""
+
+    protocol = "refusing"
+    num_calls = 0
+
+    def _refuse(self, *arguments: object, **options: object) -> None:
+        type(self).num_calls += 1
+        raise Refused("401 Anonymous caller")
+
+    cat_file = pipe_file = _refuse
+
+
+@functools.cache
+def _programs() -> ExecutableCache:
+    return kept_at(Path("unused"))
+
+
+def bucket_at(folder: Path) -> ExecutableCache:
+    """The programs of a server with this folder, and with the bucket of the environment."""
+    return dataclasses.replace(_programs(), folder=folder, bucket=ProgramBucket.from_environment())
+
+
+@pytest.fixture
+def bucket_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket that JPAGED_CACHE_URL names."""
+    url = f"{getattr(request, 'param', 'memory')}://{tmp_path}/bucket"
+    monkeypatch.setenv("JPAGED_CACHE_URL", f"{url}/")
+    return url
+
+
+def objects(url: str) -> dict[str, bytes]:
+    files, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(root): files.cat_file(path) for path in files.find(root)}
+
+
+@pytest.mark.parametrize("bucket_url", ["memory", "file"], indirect=True)
+def test_another_server_reads_programs_from_the_bucket(bucket_url: str, tmp_path: Path) -> None:
+    bucket_at(tmp_path / "one").make(SPEC, Lowering())
+    found = objects(bucket_url)
+    assert {path.split("/")[1] for path in found} == {"made", "named"} and len(found) == 2
+    lowering, num_before = Lowering(), told.num_from_cache
+    assert result(bucket_at(tmp_path / "two").make(SPEC, lowering)) == [2.0] * 3
+    assert (lowering.num_times, told.num_from_cache) == (0, num_before + 1)
+    fsspec.core.url_to_fs(bucket_url)[0].rm(fsspec.core.url_to_fs(bucket_url)[1], recursive=True)
+    assert result(bucket_at(tmp_path / "two").make(SPEC, lowering)) == [2.0] * 3  # its folder has them now
+    assert lowering.num_times == 0
+
+
+@pytest.mark.parametrize("part", ["named", "made"])
+@pytest.mark.parametrize("content", [b"", b"x" * 40, b"../../etc/passwd" * 100])
+def test_a_damaged_object_is_made_again_and_mended(bucket_url: str, tmp_path: Path, part: str, content: bytes) -> None:
+    bucket_at(tmp_path / "one").make(SPEC, Lowering())
+    before = objects(bucket_url)
+    (path,) = (path for path in before if path.startswith(f"/{part}/"))
+    fsspec.core.url_to_fs(bucket_url)[0].pipe_file(f"{bucket_url}{path}", content)
+    lowering = Lowering()
+    assert result(bucket_at(tmp_path / "two").make(SPEC, lowering)) == [2.0] * 3
+    assert lowering.num_times == 1
+    assert objects(bucket_url).keys() == before.keys() and objects(bucket_url)[path] != content
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_bucket(bucket_url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    bucket_at(tmp_path / "file").make(SPEC, Lowering())
+    lowering = Lowering()
+    assert result(bucket_at(tmp_path / "file").make(SPEC, lowering)) == [2.0] * 3
+    assert lowering.num_times == 0
+
+
+def test_a_bucket_that_refuses_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsspec.register_implementation("refusing", RefusingFiles, clobber=True)
+    monkeypatch.setenv("JPAGED_CACHE_URL", "refusing://user:secret@bucket/x")
+    monkeypatch.setattr(RefusingFiles, "num_calls", 0)
+    kept, lowering = bucket_at(tmp_path / "kept"), Lowering()
+    with caplog.at_level(logging.WARNING):
+        assert [result(kept.make(SPEC, lowering)) for _ in range(2)] == [[2.0] * 3] * 2
+    assert (lowering.num_times, RefusingFiles.num_calls) == (1, 1)
+    assert caplog.text.count("which is not used any more: 401 Anonymous caller") == 1
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(("url", "message"), [("gs://bucket/x", "gcsfs"), ("what://bucket", "what")])
+def test_a_url_that_nothing_reads_is_named(url: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InvalidArgument, match=rf"JPAGED_CACHE_URL: {url}: .*{message}"):
+        ProgramBucket(url)
+
+
+def test_several_processes_of_a_server_use_no_bucket(
+    bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kept_at(tmp_path).bucket is not None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        assert ProgramBucket.from_environment() is None
+    assert "JPAGED_CACHE_URL is not used by a server of several processes" in caplog.text

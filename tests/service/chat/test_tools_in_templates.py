@@ -169,7 +169,10 @@ def call(**function):
     [
         ([{"role": "user"}], "[0].content"),
         ([{"content": "x"}], "[0].role"),
-        (turn(content=[{"type": "image_url"}]), "[1].content"),
+        (turn(content=[{"type": "video_url"}]), "[1].content"),
+        (turn(content=[{"type": "image_url"}]), "[1].content[0]"),
+        ([{**USER, "content": [{"type": "image_url"}]}], "[0].content[0].image_url"),
+        ([{**USER, "content": [{"type": "image_url", "image_url": "data:,"}]}], "[0].content[0].image_url"),
         (turn(content="x", audio={"id": "a"}), "[1].audio"),
         (turn(content="x", function_call={"name": "f", "arguments": ""}), "[1].function_call"),
         (turn(content="x", refusal="y"), "[1].refusal"),

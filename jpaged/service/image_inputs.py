@@ -1,0 +1,404 @@
+"""Images of requests: read, prepared, put into the prompt, and encoded.
+
+    GivenImage ──sources──> bytes ──decoder──> pixels ──processor──> PreparedImage      threads, for each image
+    tokens + PreparedImages ──place──> tokens and positions of the encoder's rows       checked like any prompt
+    PreparedImages ──encoder──> rows ──attach──> Request                                one thread, for many requests
+
+A request that is refused for any other reason is never encoded. The rows stay with their request, so that preemption
+encodes nothing again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jpaged.chat import GivenImage
+from jpaged.config import MediaOptions, ServerOptions
+from jpaged.engine.executor import Geometry
+from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
+from jpaged.server_load import ImageLoad
+from jpaged.service.image_sources import ImageSources, read_base64
+from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
+from jpaged.service.prompt_embeds import with_digests
+from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
+
+if TYPE_CHECKING:
+    from jpaged.service.loaded_model import ImageProcessor, LoadedModel, VisionEncoder
+
+DEFAULT_MAX_IMAGES = 64
+IMAGES_REQUEST_MIB = 16.0
+"""Default of max_request_size with a model that reads images, for HTTP: photos of 12 MB in base64."""
+_NUM_THREADS = 4
+_JPEG = "/9j/"
+"""Beginning of a JPEG in base64."""
+_Rows = NDArray[np.float32]
+_Made = TypeVar("_Made", bound=tuple[Any, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Limits of the images of a request, as clients see them."""
+
+    max_images: int
+    max_pixels: int = MAX_PIXELS
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+class EncoderCache:
+    """Encoded images in host memory. The owner with the most bytes gives way first. Not thread-safe.
+
+    Args:
+        max_bytes: limit over all owners.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: dict[str, OrderedDict[bytes, _Rows]] = {}
+        self._num_bytes: dict[str, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all images."""
+        return sum(self._num_bytes.values())
+
+    def find(self, owner: str, key: bytes) -> _Rows | None:
+        """Return the rows of an image, which count as used last."""
+        images = self._rows.get(owner)
+        if images is None or key not in images:
+            return None
+        images.move_to_end(key)
+        return images[key]
+
+    def add(self, owner: str, key: bytes, rows: _Rows) -> None:
+        """Keep the rows of an image, unless they alone exceed the limit."""
+        if rows.nbytes > self._max_bytes or self.find(owner, key) is not None:
+            return
+        self._rows.setdefault(owner, OrderedDict())[key] = rows
+        self._num_bytes[owner] = self._num_bytes.get(owner, 0) + rows.nbytes
+        while self.num_bytes > self._max_bytes:
+            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            _, evicted = self._rows[largest].popitem(last=False)
+            self._num_bytes[largest] -= evicted.nbytes
+            if not self._rows[largest]:
+                del self._rows[largest], self._num_bytes[largest]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    image: PreparedImage
+    key: bytes
+    done: Future[_Rows]
+
+
+class _ImageBudget:
+    """Tokens that the images of one request may still take. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_tokens = 0
+        self._lock = threading.Lock()
+
+    def take(self, field: str, num_tokens: int, size: str) -> None:
+        with self._lock:
+            self._num_tokens += num_tokens
+            total = self._num_tokens
+        if total > self._limit:
+            what = f"an image of {size} pixels takes {num_tokens} tokens, with those before it {total}"
+            raise RequestTooLong(field, f"{what}, over max_model_len ({self._limit})")
+
+
+class ImageInputs:
+    """Reads, prepares and encodes the images of requests. Thread-safe.
+
+    Args:
+        max_images: maximum images of a request.
+        cache_bytes: bytes of encoded images to keep for later requests.
+        weight_version: returns the version of the weights; those of another version encode an image again.
+
+    Attributes:
+        limits: as clients see them.
+    """
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        encoder: VisionEncoder,
+        sources: ImageSources,
+        geometry: Geometry,
+        *,
+        max_images: int = DEFAULT_MAX_IMAGES,
+        cache_bytes: int = 1 << 30,
+        weight_version: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.limits = ImageLimits(max_images)
+        self._processor = processor
+        self._encoder = encoder
+        self._sources = sources
+        self._max_model_len = geometry.max_model_len
+        self._block_size = geometry.block_size
+        self._width = geometry.embed_width
+        self._weight_version = weight_version
+        self._decoder = PictureDecoder()
+        self._readers = ThreadPoolExecutor(_NUM_THREADS, "jpaged-images")
+        self._encoding = ThreadPoolExecutor(1, "jpaged-encoder")
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self._in_flight: dict[tuple[str, bytes], Future[_Rows]] = {}
+        self._cache = EncoderCache(cache_bytes)
+        self._load = ImageLoad()
+
+    @classmethod
+    def from_options(
+        cls,
+        processor: ImageProcessor,
+        encoder: VisionEncoder,
+        options: MediaOptions,
+        geometry: Geometry,
+        weight_version: Callable[[], str] = lambda: "",
+    ) -> ImageInputs:
+        """Return the images of a model as its options allow them."""
+        sources = ImageSources(options.allowed_media_domains, options.allowed_local_media_path)
+        return cls(
+            processor,
+            encoder,
+            sources,
+            geometry,
+            max_images=options.max_images,
+            cache_bytes=int(options.mm_processor_cache_gb * 2**30),
+            weight_version=weight_version,
+        )
+
+    def load(self) -> ImageLoad:
+        """Return a snapshot of the counters."""
+        with self._lock:
+            return dataclasses.replace(self._load, cached_bytes=self._cache.num_bytes)
+
+    def start_reading(self, images: Sequence[GivenImage]) -> list[Future[PreparedImage]]:
+        """Start to read and prepare the images of a request, each on a thread.
+
+        Raises:
+            InvalidArgument: there are too many.
+        """
+        if len(images) > (most := self.limits.max_images):
+            problem = f"is image {most + 1} of {len(images)}; limit_mm_per_prompt allows {most}"
+            raise InvalidArgument(images[most].field, problem)
+        budget = _ImageBudget(self._max_model_len)
+        return [self._readers.submit(self._read, image, budget) for image in images]
+
+    async def complete(
+        self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[[Prompt], _Made], tenant: str, salt: str
+    ) -> _Made:
+        """Return what `make` does for a prompt with prepared images, with their rows in its request.
+
+        The event loop is not delayed.
+
+        Args:
+            make: returns the request of a prompt, and what else belongs to it.
+        """
+        images = await asyncio.gather(*map(asyncio.wrap_future, self.start_reading(given)))
+        prompt = dataclasses.replace(prompt, prepared=images)
+        request, *others = await asyncio.get_running_loop().run_in_executor(self._readers, make, prompt)
+        rows = await asyncio.gather(*map(asyncio.wrap_future, self.start_encoding(images, tenant, salt)))
+        return self.attach(request, images, rows), *others  # type: ignore[return-value]
+
+    def complete_now(self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[..., Request]) -> Request:
+        """Return the request that `make` returns for a prompt with prepared images, with their rows. Blocks."""
+        images = [one.result() for one in self.start_reading(given)]
+        request = make(prompt=dataclasses.replace(prompt, prepared=images))
+        rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
+        return self.attach(request, images, rows)
+
+    def _read(self, image: GivenImage, budget: _ImageBudget) -> PreparedImage:
+        field, source = image
+
+        def check_size(width: int, height: int) -> None:
+            with _field(field):
+                budget.take(field, self._processor.count_tokens(width, height), f"{width} x {height}")
+
+        if isinstance(source, str):
+            is_url = ":" in source[:16] or (source.startswith("/") and not source.startswith(_JPEG))
+            source = self._sources.read(field, source) if is_url else read_base64(field, source)
+        if isinstance(source, bytes | bytearray | memoryview):
+            pixels_hwc = self._decoder.decode(field, bytes(source), check_size)
+        else:
+            pixels_hwc = read_pixels(field, source)
+            check_size(pixels_hwc.shape[1], pixels_hwc.shape[0])
+        with _field(field):
+            return self._processor.prepare(pixels_hwc)
+
+    def place(
+        self, token_ids: Sequence[int], given: Sequence[GivenImage], images: Sequence[PreparedImage]
+    ) -> tuple[list[int], PromptEmbeds]:
+        """Return the tokens of a prompt with those of its images, and the positions of the encoder's rows.
+
+        The rows are zeros until `attach` replaces them.
+
+        Raises:
+            InvalidArgument: the prompt has another number of placeholders than images.
+        """
+        mark, placed = self._processor.placeholder_id, list[int]()
+        num_marks = sum(token_id == mark for token_id in token_ids)
+        if num_marks != len(images):
+            where = "in the prompt" if given[0].field.startswith("multi_modal_data") else "in the rendered chat"
+            problem = f"{num_marks} placeholders of images (token {mark}) {where} do not match {len(images)} images"
+            raise InvalidArgument(given[0].field, problem)
+        spans, rest, end = list[EmbeddedSpan](), iter(images), 0
+        for token_id in token_ids:
+            if token_id != mark:
+                self._append(placed, token_id, is_edge=0 < end == len(placed))
+                continue
+            image = next(rest)
+            self._append(placed, image.token_ids[0], is_edge=bool(placed))
+            begin = len(placed) - 1
+            digest = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest).digest()
+            row = 0
+            for start, stop in _runs(image.is_embed_t):
+                zeros = np.broadcast_to(np.float32(0), (stop - start, self._width))
+                spans.append(EmbeddedSpan(begin + start, zeros, digest, row, image.rope_grid))
+                row += stop - start
+            placed += image.token_ids[1:]
+            end = len(placed)
+        embeds = with_digests(spans, len(placed), self._block_size)
+        num_tokens = sum(len(image.token_ids) for image in images)
+        return placed, dataclasses.replace(embeds, num_image_tokens=num_tokens)
+
+    def _append(self, placed: list[int], token_id: int, *, is_edge: bool) -> None:
+        """Append a token, or join it with the last one at an image's edge, as the tokenizer would."""
+        joined = self._processor.join(placed[-1], token_id) if is_edge else None
+        if joined is None:
+            placed.append(token_id)
+        else:
+            placed[-1] = joined
+
+    def start_encoding(self, images: Sequence[PreparedImage], tenant: str, salt: str) -> list[Future[_Rows]]:
+        """Start to encode images; those of concurrent requests share calls of the encoder, tenants in turn.
+
+        Args:
+            tenant, salt: only requests with the same two share encoded images.
+        """
+        owner, version = f"{tenant}\0{salt}", self._weight_version().encode()
+        found, num_hits = list[Future[_Rows]](), 0
+        with self._lock:
+            for image in images:
+                key = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest + version).digest()
+                done = self._in_flight.get((owner, key))
+                rows = None if done is not None else self._cache.find(owner, key)
+                num_hits += done is not None or rows is not None
+                if done is None:
+                    done = Future()
+                    done.set_running_or_notify_cancel()  # others may wait for it, too
+                    if rows is not None:
+                        done.set_result(rows)
+                    else:
+                        self._in_flight[owner, key] = done
+                        self._waiting.setdefault(owner, deque()).append(_Waiting(image, key, done))
+                        self._encoding.submit(self._encode_waiting)
+                found.append(done)
+            num_tokens = sum(len(image.token_ids) for image in images)
+            self._count(num_queries=len(images), num_hits=num_hits, num_tokens=num_tokens)
+        return found
+
+    def _count(self, **counts: int) -> None:
+        """Add to counters, with the lock held."""
+        added = {name: getattr(self._load, name) + count for name, count in counts.items()}
+        self._load = dataclasses.replace(self._load, **added)
+
+    def _encode_waiting(self) -> None:
+        """Encode as many of the waiting images as one call takes, if another call has not taken them."""
+        with self._lock:
+            batch = self._take_batch()
+        if not batch:
+            return
+        try:
+            encoded = self._encoder.encode([waiting.image for _, waiting in batch])
+            if len(encoded) != len(batch):
+                raise InternalError(f"the encoder returned {len(encoded)} images for {len(batch)}")
+        except Exception as error:
+            with self._lock:
+                for owner, waiting in batch:
+                    del self._in_flight[owner, waiting.key]
+            for _, waiting in batch:
+                waiting.done.set_exception(error)
+            return
+        with self._lock:
+            self._count(num_encoded=len(batch), num_calls=1)
+            for (owner, waiting), rows in zip(batch, encoded, strict=True):
+                rows.setflags(write=False)
+                self._cache.add(owner, waiting.key, rows)
+                del self._in_flight[owner, waiting.key]
+        for (_, waiting), rows in zip(batch, encoded, strict=True):
+            waiting.done.set_result(rows)
+
+    def _take_batch(self) -> list[tuple[str, _Waiting]]:
+        """Return waiting images for one call, one of each owner in turn, up to the patches of the largest image."""
+        batch, num_patches = list[tuple[str, _Waiting]](), 0
+        while self._waiting:
+            owner, images = next(iter(self._waiting.items()))
+            num_patches += len(images[0].image.patches_pe)
+            if batch and num_patches > self._encoder.max_patches:
+                break
+            batch.append((owner, images.popleft()))
+            del self._waiting[owner]
+            if images:
+                self._waiting[owner] = images
+        return batch
+
+    def attach(self, request: Request, images: Sequence[PreparedImage], rows: Sequence[_Rows]) -> Request:
+        """Return a request of placed images with the rows of their encodings."""
+        assert request.embeds is not None
+        spans, places = iter(request.embeds.spans), list[EmbeddedSpan]()
+        for image, encoded in zip(images, rows, strict=True):
+            expected = (int(image.is_embed_t.sum()), self._width)
+            if encoded.shape != expected:
+                raise InternalError(f"the encoder returned rows of the shape {encoded.shape}, not {expected}")
+            for start, stop in _runs(image.is_embed_t):
+                span = next(spans)
+                values_te = encoded[span.first_row : span.first_row + stop - start]
+                places.append(dataclasses.replace(span, values_te=values_te))
+        return dataclasses.replace(request, embeds=dataclasses.replace(request.embeds, spans=tuple(places)))
+
+
+def with_images(loaded: LoadedModel) -> LoadedModel:
+    """Return a model that takes images, which its vision encoder reads."""
+    assert loaded.vision is not None
+    vision, engine, config = loaded.vision, loaded.engine, loaded.config
+    images = ImageInputs.from_options(
+        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
+    )
+    loaded.input_processor.set_images(images)
+    limits = images.limits
+    model = dataclasses.replace(loaded.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
+    if config.server.max_request_size == ServerOptions().max_request_size:
+        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
+    return dataclasses.replace(loaded, images=images, model=model, config=config)
+
+
+class _field:
+    """Context in which errors of a model's image processor name the field of the image."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidArgument) and error.field != self._field:
+            raise InvalidArgument(self._field, error.problem) from error
+
+
+def _runs(is_embed_t: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return start and end of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], is_embed_t.astype(np.int8), [0]))))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,0 +1,129 @@
+"""Images in chats over HTTP. Those of the fake model are rows of tokens, so that a chat with an image equals a text."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from jpaged.testing import FakeVision, with_embeds
+from tests.http.generate.asking import GREEDY, PAST_THE_END, asking, text_of
+
+SIZE = FakeVision.patch_size
+LONG: Any = {"max_model_len": 128, "num_blocks": 64}
+
+
+def png(*rows: str, kind: str = "PNG") -> bytes:
+    """A picture whose patches are the letters of these rows."""
+    letters = np.array([list(row.encode()) for row in rows], np.uint8)
+    pixels = np.repeat(np.kron(letters, np.ones((SIZE, SIZE), np.uint8))[..., None], 3, axis=2)
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, kind)
+    return written.getvalue()
+
+
+def data_uri(*rows: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(*rows)).decode()
+
+
+def seeing(**options: Any) -> Any:
+    """A server of the fake model with a vision encoder."""
+    return asking(executor=with_embeds()(**LONG), vision=options.pop("vision", None) or FakeVision(), **options)
+
+
+def image(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
+async def say(client: openai.AsyncOpenAI, parts: Any, num_tokens: int = 8, **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": parts}]
+    words = {**GREEDY, "max_tokens": num_tokens, **fields}
+    return await client.chat.completions.create(messages=messages, extra_body=PAST_THE_END, **words)
+
+
+def expected(parts: Sequence[str], num_tokens: int = 8) -> str:
+    return text_of(f"user: {''.join(parts)}\nassistant: ", num_tokens)
+
+
+@pytest.mark.parametrize("given", ["text", "object", "detail"])
+async def test_an_image_takes_the_place_of_its_part(given: str) -> None:
+    url: Any = {"text": data_uri("ab", "cd"), "object": {"url": data_uri("ab", "cd")}}.get(given)
+    url = url or {"url": data_uri("ab", "cd"), "detail": "low"}
+    async with seeing() as (_, client):
+        answer = await say(client, [{"type": "text", "text": "see "}, image(url), {"type": "text", "text": " now"}])
+        assert answer.choices[0].message.content == expected(["see ", "ab\ncd\n", " now"])
+        assert answer.usage.prompt_tokens == len("user: see ab\ncd\n now\nassistant: ")
+
+
+async def test_other_apis_take_the_same_image() -> None:
+    """Anthropic's blocks, also in results of tools, and items of Responses give the tokens of the same text."""
+    async with seeing() as (harness, client), httpx2.AsyncClient(base_url=harness.http_url) as http:
+        picture = base64.b64encode(png("ab")).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": picture}
+        block = {"type": "image", "source": source}
+        url = {"type": "image", "source": {"type": "url", "url": data_uri("ab")}}
+        for shown in (block, url):
+            body = {"model": "fake", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+            content = [{"type": "text", "text": "see "}, shown, {"type": "text", "text": " now"}]
+            answer = (await http.post("/v1/messages", json={**body, "messages": [user(content)]})).json()
+            assert answer["content"][0]["text"] == expected(["see ", "ab\n", " now"])
+            use = {"type": "tool_use", "id": "call00001", "name": "look", "input": {}}
+            result = {"type": "tool_result", "tool_use_id": "call00001", "content": [shown], "is_error": True}
+            talk = [user("x"), {"role": "assistant", "content": [use]}, user([result])]
+            answer = (await http.post("/v1/messages", json={**body, "messages": talk})).json()
+            text = 'user: x\nassistant: {"name": "look", "arguments": {}}\ntool: Error: ab\n\nassistant: '
+            assert answer["content"][0]["text"] == text_of(text, 8)
+        item = {"type": "input_image", "image_url": data_uri("ab"), "detail": "auto"}
+        given: Any = [user([{"type": "input_text", "text": "see "}, item])]
+        response = await client.responses.create(
+            model="fake", input=given, temperature=0.0, max_output_tokens=8, extra_body=PAST_THE_END
+        )
+        assert response.output_text == expected(["see ", "ab\n"])
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (image("data:image/png;base64,AAAA"), "content[0].image_url: is not a picture in one of the formats PNG"),
+        (image("data:image/png;base64,A*AA"), "content[0].image_url: is not base64"),
+        (image("data:image/png;base64"), "content[0].image_url: is a data URI without a comma"),
+        (image({"detail": "low"}), "content[0].image_url.url: is missing"),
+        (image({"url": "data:,", "size": 3}), "content[0].image_url.size: is not supported; url is"),
+        (image(7), "content[0].image_url: must be a string or an object with a url"),
+        (image("https://example.com/a.png"), "content[0].image_url: is a URL, which needs the option allowed_media_d"),
+        (image("file:///etc/passwd"), "content[0].image_url: names a file, which needs the option allowed_local_med"),
+        (image("gopher://a/b"), "content[0].image_url: 'gopher://a/b' is neither a data URI nor a URL"),
+        (image(data_uri("a" * 65)), "content[0].image_url: has 65 patches; at most 64"),
+        ({"type": "input_image", "file_id": "f"}, "content[0].file_id: is not supported; image_url is"),
+        ({"type": "image", "image": "x", "url": "y"}, "content[0].image: is given together with url"),
+        ({"type": "video_url", "video_url": "x"}, "messages[0].content"),
+        ({"type": "text", "text": "\x01"}, None),
+    ],
+)
+async def test_an_image_that_cannot_be_read_is_named(part: Any, problem: str | None) -> None:
+    async with seeing(limit_mm_per_prompt="image=2") as (_, client):
+        if problem is None:
+            with pytest.raises(openai.BadRequestError, match=r"2 placeholders of images .* do not match 1 images"):
+                await say(client, [part, image(data_uri("a"))])
+            with pytest.raises(openai.BadRequestError, match=r"content\[2\].image_url: is image 3 of 3; .* allows 2"):
+                await say(client, [image(data_uri("a"))] * 3)
+            tall = image(data_uri(*"a" * 64))
+            with pytest.raises(
+                openai.BadRequestError, match=r"8 x 512 pixels takes 128 tokens, with those .* 256, over"
+            ):
+                await say(client, [tall, tall])
+            return
+        with pytest.raises(openai.BadRequestError) as caught:
+            await say(client, [part])
+        assert problem in caught.value.body["message"]  # type: ignore[index]

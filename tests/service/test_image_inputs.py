@@ -1,0 +1,211 @@
+"""Images are read once each, encoded together, kept for later requests, and placed where their placeholders are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.chat import ChatMessages, GivenImage, read_message
+from jpaged.engine.executor import Geometry
+from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong
+from jpaged.service.image_inputs import EncoderCache, ImageInputs
+from jpaged.service.image_sources import ImageSources
+from jpaged.service.input_processor import InputProcessor
+from jpaged.testing import ByteTokenizer, FakeVision, with_embeds
+from jpaged.types import PreparedImage, Prompt, Request, SamplingParams
+
+ONE = SamplingParams(max_tokens=4)
+MARK = FakeVision.placeholder_id
+GEOMETRY = with_embeds()(max_model_len=64, block_size=4).geometry
+
+
+def letters(text: str) -> np.ndarray:
+    """Pixels of a row of patches, each a letter."""
+    row = np.array([list(text.encode())], np.uint8)
+    return np.repeat(np.kron(row, np.ones((8, 8), np.uint8))[..., None], 3, axis=2)
+
+
+def make(vision: FakeVision | None = None, geometry: Geometry = GEOMETRY, **options: Any) -> ImageInputs:
+    vision = vision or FakeVision()
+    return ImageInputs(vision, vision, ImageSources(), geometry, **options)
+
+
+def given(*images: Any) -> list[GivenImage]:
+    return [GivenImage(f"multi_modal_data.image[{i}]", image) for i, image in enumerate(images)]
+
+
+def read(inputs: ImageInputs, *images: Any) -> list[PreparedImage]:
+    return [one.result() for one in inputs.start_reading(given(*images))]
+
+
+def encode(inputs: ImageInputs, images: Sequence[PreparedImage], tenant: str = "", salt: str = "") -> list[bytes]:
+    """The first numbers of the rows of each image."""
+    return [bytes(one.result()[:, 0].astype(np.uint8)) for one in inputs.start_encoding(images, tenant, salt)]
+
+
+def request_of(inputs: ImageInputs, prompt: Prompt, sampling: SamplingParams = ONE) -> Request:
+    processor = InputProcessor(ByteTokenizer(), GEOMETRY)
+    processor.set_images(inputs)
+
+    def made(prompt: Prompt) -> Request:
+        return processor.make_request(request_id="a", sampling=sampling, prompt=prompt)
+
+    prompt, images = processor.parse_images(prompt)
+    return inputs.complete_now(images, prompt, made)
+
+
+def test_rows_stand_where_the_tokens_of_their_images_are() -> None:
+    token_ids = [5, MARK, 6, MARK]
+    request = request_of(make(), Prompt(token_ids=token_ids, images=given(letters("ab"), letters("c"))))
+    assert request.prompt_token_ids == (5, 32, 32, 10, 6, 32, 10)
+    assert request.embeds is not None
+    assert [(span.start, span.values_te[:, 0].tolist()) for span in request.embeds.spans] == [(1, [97, 98]), (5, [99])]
+    assert request.embeds.num_image_tokens == 5
+    assert len(request.embeds.block_digests) == 2
+
+
+def test_blocks_are_known_by_the_images_in_them() -> None:
+    def digests(*images: np.ndarray, before: int = 1) -> tuple[bytes, ...]:
+        prompt = Prompt(token_ids=[5] * before + [MARK] * len(images), images=given(*images))
+        return request_of(make(), prompt).block_digests
+
+    first = digests(letters("abcdefg"))
+    assert first == digests(letters("abcdefg"))
+    assert len({*first, *digests(letters("abcdefx")), *digests(letters("abcdefg"), before=2)}) == 8
+    assert digests(letters("ab"), letters("c")) != digests(letters("ab"), letters("d"))
+    assert digests(letters("abc"), before=4)[0] == b""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "problem"),
+    [
+        (Prompt(token_ids=[5], images=given(letters("a"))), ONE, "0 placeholders of images .token 1. in the prompt do"),
+        (Prompt(token_ids=[MARK] * 2, images=given(letters("a"))), ONE, "2 placeholders .* do not match 1 images"),
+        (Prompt(token_ids=[MARK], images=given(letters("a" * 62))), ONE, "63 prompt tokens and 4 to generate make 67"),
+        (Prompt(token_ids=[MARK], images=given(letters("a" * 64))), ONE, "512 x 8 pixels takes 65 tokens, .* over max"),
+        (
+            Prompt(token_ids=[MARK], images=given(letters("a"))),
+            SamplingParams(max_tokens=4, prompt_logprobs=1),
+            r"image\[0\]: is not compatible with prompt_logprobs",
+        ),
+        (
+            Prompt(token_ids=[MARK], images=given(letters("a"))),
+            SamplingParams(max_tokens=4, truncate_prompt_tokens=3),
+            "truncate_prompt_tokens: is not supported with images",
+        ),
+    ],
+)
+def test_a_prompt_that_does_not_fit_its_images_is_never_encoded(
+    prompt: Prompt, sampling: SamplingParams, problem: str
+) -> None:
+    vision = FakeVision()
+    with pytest.raises(InvalidArgument, match=problem):
+        request_of(make(vision), prompt, sampling)
+    assert vision.calls == []
+
+
+def test_images_of_a_request_are_limited_in_number_and_together() -> None:
+    inputs = make(max_images=2)
+    with pytest.raises(InvalidArgument, match=r"image\[2\]: is image 3 of 3; limit_mm_per_prompt allows 2"):
+        read(inputs, *[letters("a")] * 3)
+    with pytest.raises(RequestTooLong, match=r"takes 41 tokens, with those before it 82, over max_model_len \(64\)"):
+        read(inputs, *[letters("a" * 40)] * 2)
+
+
+def test_images_that_wait_together_share_a_call_and_equal_ones_are_encoded_once() -> None:
+    vision = FakeVision()
+    inputs = make(vision)
+    one, two, three, four = (read(inputs, letters(text))[0] for text in ("ab", "c", "d" * 41, "e" * 22))
+    vision.gate.clear()
+    first = inputs.start_encoding([one], "", "")
+    while inputs._waiting:  # until the encoder has taken it
+        threading.Event().wait(0.001)
+    rest = inputs.start_encoding([two, one, three], "", "") + inputs.start_encoding([four, two], "x", "")
+    vision.gate.set()
+    found = [one.result()[0, 0] for one in first + rest]
+    assert bytes(np.array(found, np.uint8)) == b"acadec"
+    assert vision.calls == [1, 3, 1]  # one of each tenant in turn, up to 64 patches
+    assert inputs.load().num_hits == 1
+    assert encode(inputs, [two]) == [b"c"]
+    assert (inputs.load().num_queries, inputs.load().num_hits, inputs.load().num_encoded) == (7, 2, 5)
+
+
+def test_tenants_and_salts_share_no_encoded_images() -> None:
+    vision = FakeVision()
+    inputs, version = make(vision, weight_version=lambda: version[0]), ["0"]
+    images = read(inputs, letters("ab"))
+    for tenant, salt in (("", ""), ("a", ""), ("a", "s"), ("", ""), ("a", "s")):
+        assert encode(inputs, images, tenant, salt) == [b"ab"]
+    assert len(vision.calls) == 3
+    version[0] = "1"
+    assert encode(inputs, images) == [b"ab"]
+    assert len(vision.calls) == 4
+
+
+def test_the_tenant_with_the_most_bytes_gives_way() -> None:
+    cache, rows = EncoderCache(100), np.zeros((1, 5), np.float32)
+    for key in (b"1", b"2", b"3"):
+        cache.add("a", key, rows)
+    cache.add("b", b"1", rows)
+    assert cache.find("a", b"1") is not None  # now used last
+    cache.add("b", b"2", rows)
+    cache.add("b", b"3", rows)
+    assert cache.num_bytes == 100
+    assert [cache.find("a", key) is None for key in (b"1", b"2", b"3")] == [False, True, False]
+    assert all(cache.find("b", key) is not None for key in (b"1", b"2", b"3"))
+    cache.add("c", b"1", np.zeros(26, np.float32))
+    assert cache.find("c", b"1") is None
+
+
+def test_a_failure_of_the_encoder_reaches_its_requests_only() -> None:
+    vision = FakeVision()
+    inputs, works = make(vision), vision.encode
+    (image,) = read(inputs, letters("ab"))
+
+    def fail(images: Sequence[PreparedImage]) -> list[np.ndarray]:
+        raise JpagedError("lost")
+
+    vision.encode = fail  # type: ignore[method-assign]
+    with pytest.raises(JpagedError, match="lost"):
+        encode(inputs, [image])
+    vision.encode = works  # type: ignore[method-assign]
+    assert encode(inputs, [image]) == [b"ab"]
+
+
+async def test_a_request_that_is_cancelled_leaves_others_their_image() -> None:
+    vision = FakeVision()
+    inputs = make(vision)
+    (image,) = read(inputs, letters("ab"))
+    vision.gate.clear()
+
+    async def wait() -> Any:
+        return await asyncio.gather(*map(asyncio.wrap_future, inputs.start_encoding([image], "", "")))
+
+    gone, stays = asyncio.create_task(wait()), asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    vision.gate.set()
+    ((rows),) = await stays
+    assert rows[:, 0].tolist() == [97, 98]
+
+
+def test_messages_with_images_are_parts_for_the_template() -> None:
+    content = ["a", {"type": "image_pil", "image_pil": letters("b")}, {"type": "text", "text": "c"}]
+    read_one = read_message("messages[0]", {"role": "user", "content": content})
+    assert [part["type"] for part in read_one["content"]] == ["text", "image", "text"]
+    inputs = make()
+    request = request_of(inputs, Prompt(messages=[{"role": "user", "content": content}]))
+    assert bytes(request.prompt_token_ids) == b"user: a \nc\nassistant: "
+    with pytest.raises(InvalidArgument, match="is an image, but the model reads only text"):
+        InputProcessor(ByteTokenizer(), GEOMETRY).tokenize(Prompt(messages=ChatMessages([read_one])))
+    processor = InputProcessor(ByteTokenizer(), GEOMETRY)
+    processor.set_images(inputs)
+    with pytest.raises(InvalidArgument, match="is an image: this method takes only text"):
+        processor.tokenize(Prompt(messages=ChatMessages([read_one])))
