@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +88,9 @@ class Client:
             return [LOST] * len(keys)
         return [int(key in self.master.values) for key in keys]
 
-    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
-        is_there = self._begin("batch_get_into")
-        return [self.get(*one) if is_there else LOST for one in zip(keys, buffer_ptrs, sizes, strict=True)]
-
-    def get(self, key: str, buffer_ptr: int, size: int) -> int:
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        if not self._begin("get_into"):
+            return LOST
         if (value := self.master.values.get(key)) is None:
             return NOT_FOUND
         ctypes.memmove(buffer_ptr, value, min(size, len(value)))
@@ -190,7 +187,7 @@ def test_a_prompt_is_looked_up_in_one_call(tmp_path, master):
     second = server_of(master, tmp_path)
     master.calls.clear()
     assert second.ask("a", [*PROMPT, 1]) == 28
-    assert master.calls.index("batch_get_into") == 1  # after one lookup
+    assert master.calls.index("get_into") == 1  # after one lookup
     second.kill()
 
 
@@ -225,12 +222,12 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
         master.is_lost = True
         assert second.ask("a", PROMPT) == 0
     else:
-        name = {"load": "batch_get_into", "save": "put_from"}[when]
+        name = {"load": "get_into", "save": "put_from"}[when]
         whole = getattr(Client, name)
 
-        def dies(self: Client, *arguments: Any) -> Any:
+        def dies(self: Client, *arguments: Any) -> int:
             self.master.is_lost = True
-            return whole(self, *arguments)
+            return int(whole(self, *arguments))
 
         monkeypatch.setattr(Client, name, dies)
         assert second.ask("a", PROMPT) == (0 if when == "load" else 24)
@@ -250,12 +247,14 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
 def test_a_value_that_the_master_evicted_is_computed(tmp_path, master, monkeypatch):
     server_of(master, tmp_path).ask("a", PROMPT)
     second = server_of(master, tmp_path)
-    get = Client.get
+    get_into = Client.get_into
 
     def evicts(self: Client, key: str, *arguments: Any) -> int:
-        return NOT_FOUND if key == [*self.master.values][2] else get(self, key, *arguments)
+        if key == [*self.master.values][2]:
+            return NOT_FOUND
+        return get_into(self, key, *arguments)
 
-    monkeypatch.setattr(Client, "get", evicts)
+    monkeypatch.setattr(Client, "get_into", evicts)
     assert second.ask("a", PROMPT) == 8
     assert (second.load().num_external_fallbacks, second.load().external_is_on) == (1, 1)
     second.kill()
@@ -319,7 +318,7 @@ def test_while_a_call_hangs_others_return_at_once(master):
     master.goes_on.clear()
     hanging = threading.Thread(target=load, args=(connector,), daemon=True)
     hanging.start()
-    wait_until(lambda: "batch_get_into" in master.calls)
+    wait_until(lambda: "get_into" in master.calls)
     time.sleep(EXTRA["call_timeout"])  # type: ignore[arg-type]
     num_calls = master.calls.count("batch_is_exist")
     assert not connector.lookup(KEY) and load(connector) is None and not save(connector, OTHER)
@@ -327,40 +326,6 @@ def test_while_a_call_hangs_others_return_at_once(master):
     master.goes_on.set()
     hanging.join()
     wait_until_up(connector)
-    assert load(connector) == b"k" * SIZE
-
-
-def test_loads_of_several_threads_are_one_call(master):
-    connector = connector_of(master, call_timeout=30.0)
-    keys = [bytes([n]) * 32 for n in range(6)]
-    for key in keys[:5]:
-        save(connector, key)
-    master.goes_on.clear()
-    first = threading.Thread(target=load, args=(connector, keys[0]), daemon=True)
-    first.start()
-    wait_until(lambda: "batch_get_into" in master.calls)
-    with ThreadPoolExecutor(6) as threads:
-        loads = [threads.submit(load, connector, key) for key in keys]
-        wait_until(lambda: len(connector._loads) == 6)
-        master.goes_on.set()
-        assert [one.result() for one in loads] == [*(key[:1] * SIZE for key in keys[:5]), None]
-    assert master.calls.count("batch_get_into") == 2
-
-
-def test_loads_that_join_a_hanging_call_return_and_later_ones_do_not_wait_for_it(master):
-    connector = connector_of(master)
-    save(connector)
-    master.goes_on.clear()
-    first = threading.Thread(target=load, args=(connector,), daemon=True)
-    first.start()
-    wait_until(lambda: "batch_get_into" in master.calls)
-    assert load(connector) is None  # after call_timeout
-    stuck, master.goes_on = master.goes_on, threading.Event()
-    master.goes_on.set()
-    wait_until_up(connector)
-    assert load(connector) == b"k" * SIZE and first.is_alive()
-    stuck.set()
-    first.join()
     assert load(connector) == b"k" * SIZE
 
 
