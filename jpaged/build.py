@@ -44,7 +44,7 @@ from jpaged.checkpoints.weights import (
     read_head,
     read_mtp,
 )
-from jpaged.config import EngineConfig, LinearBackend, ModelOptions, ServerOptions, compile_cache_dir, platform_default
+from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
@@ -132,20 +132,11 @@ def build(
 
 
 def _with_images(loaded: LoadedModel) -> LoadedModel:
-    """Return a model that takes images, if it has a vision encoder."""
     if loaded.vision is None:
         return loaded
-    from jpaged.service.image_inputs import IMAGES_REQUEST_MIB, ImageInputs
+    from jpaged.service.image_inputs import with_images
 
-    vision, engine, config = loaded.vision, loaded.engine, loaded.config
-    images = ImageInputs.from_options(
-        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
-    )
-    loaded.input_processor.set_images(images)
-    model = replace(loaded.model, max_images=images.limits.max_images, max_image_pixels=images.limits.max_pixels)
-    if config.server.max_request_size == ServerOptions().max_request_size:
-        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
-    return replace(loaded, images=images, model=model, config=config)
+    return with_images(loaded)
 
 
 @contextlib.contextmanager
@@ -208,7 +199,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
-        vision=vision,
+        vision=vision if geometry.embed_width else None,
     )
 
 

@@ -35,7 +35,6 @@ from jpaged.types import LoRARequest, SamplingParams, TokenLogprob
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-    from jpaged.llm import LLM
 
 _ParamsT = TypeVar("_ParamsT")
 Row = dict[str, Any]
@@ -65,7 +64,7 @@ class JpagedEngineProcessorConfig:
         batch_size: rows that an actor takes together.
         concurrency: number of engines, or (minimum, maximum) for an actor pool that scales.
         max_concurrent_batches: batches that an actor runs at a time.
-        max_tasks_in_flight_per_actor: batches that Ray sends to an actor ahead; by default, as many as run at a time.
+        max_tasks_in_flight_per_actor: batches that Ray sends to an actor ahead (default: max_concurrent_batches).
         max_pending_requests: no effect: the engine's queue limits itself.
         should_continue_on_error: a row that fails has its error in `__inference_error__`; False ends the data set.
         apply_chat_template: use `messages` of rows, with the model's chat template.
@@ -79,8 +78,8 @@ class JpagedEngineProcessorConfig:
         detokenize_stage: no effect.
         prepare_image_stage: must be off.
         prepare_multimodal_stage: must be off.
-        resources_per_bundle: Ray's resources of an engine, such as `{"TPU": 4}`. By default, as many GPUs or TPU chips
-            as the engine uses if the cluster has some, else one CPU.
+        resources_per_bundle: Ray's resources of an engine, such as `{"TPU": 4}`. The default is one CPU, and the GPUs
+            or TPU chips of the engine's parallelism if the cluster has some.
         placement_group_config: the same as `{"bundles": [...]}`, which are added up: an engine is one actor.
         accelerator_type: Ray's type of accelerator for each engine.
         runtime_env: Ray's runtime environment of each engine.
@@ -161,7 +160,7 @@ class JpagedEngineProcessorConfig:
         """Minimum and maximum number of engines."""
         if isinstance(self.concurrency, Sequence) and len(self.concurrency) == 2:
             return self.concurrency[0], self.concurrency[1]
-        return self.concurrency, self.concurrency  # type: ignore[return-value]
+        return self.concurrency, self.concurrency
 
     @property
     def max_tasks_in_flight(self) -> int:
@@ -355,7 +354,7 @@ class EngineStage:
         llm: a loaded model; None loads that of the configuration.
     """
 
-    def __init__(self, config: JpagedEngineProcessorConfig, llm: LLM | None = None) -> None:
+    def __init__(self, config: JpagedEngineProcessorConfig, llm: Any = None) -> None:
         self._config = config
         self._adapter_ids: dict[str, int] = {}
         if llm is None:

@@ -6,19 +6,24 @@ A cluster of two nodes, which loses a worker in the middle; and one that has no 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import state
-from ray.cluster_utils import AutoscalingCluster, Cluster
+from ray.cluster_utils import Cluster
 
 from jpaged import LLM, SamplingParams
 from jpaged.ray import ERROR_COLUMN, JpagedEngineProcessorConfig, build_processor
@@ -28,6 +33,12 @@ NUM_ROWS = 48
 BATCH_SIZE = 4
 STORE_BYTES = 80 << 20
 PATIENCE_S = 240.0
+PROVIDER_SETTINGS = ("use_node_id_as_ip", "disable_node_updaters", "disable_launch_config_check")
+EMPTY_LISTS = (
+    *("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"),
+    *("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter"),
+)
+"""Settings of Ray's autoscaler that nodes on one machine do not need; without them it refuses its configuration."""
 CPUS = 2
 """Ray's CPUs of a worker node: one for the engine, one for the functions of rows."""
 
@@ -189,24 +200,58 @@ def two_nodes() -> Iterator[None]:
 @contextmanager
 def no_workers() -> Iterator[None]:
     """Start a cluster whose worker nodes are started by its autoscaler, and join it."""
-    worker = {
-        "resources": {"CPU": CPUS, "object_store_memory": STORE_BYTES},
-        "node_config": {},
-        "min_workers": 0,
+    node = {"node_config": {}, "min_workers": 0}
+    worker = {"resources": {"CPU": CPUS, "object_store_memory": STORE_BYTES}, "max_workers": 2}
+    config = {
+        "cluster_name": "check",
+        "provider": {"type": "fake_multinode", **dict.fromkeys(PROVIDER_SETTINGS, True)},
         "max_workers": 2,
+        "idle_timeout_minutes": 0.1,
+        "head_node_type": "head",
+        "available_node_types": {"head": {**node, "resources": {}, "max_workers": 0}, "worker": {**node, **worker}},
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in EMPTY_LISTS},
     }
-    cluster = AutoscalingCluster(
-        head_resources={"CPU": 0, "object_store_memory": STORE_BYTES},
-        worker_node_types={"worker": worker},
-        idle_timeout_minutes=0.1,
-    )
-    cluster.start()
-    try:
-        join("auto")
-        yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="jpaged-ray-") as name:
+        (file := Path(name) / "cluster.json").write_text(json.dumps(config))
+        port = free_port()
+        command = [
+            Path(sys.executable).with_name("ray"),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            "--num-cpus=0",
+        ]
+        command += [f"--autoscaling-config={file}", f"--object-store-memory={STORE_BYTES}", "--include-dashboard=false"]
+        variables = {**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+        head = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for_port(port)
+            join(f"127.0.0.1:{port}")
+            yield
+        finally:
+            ray.shutdown()
+            os.killpg(head.pid, signal.SIGTERM)
+            head.wait()
+
+
+def free_port() -> int:
+    """Return a port that no process has at the moment."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_for_port(port: int) -> None:
+    """Return when a process listens there."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        with socket.socket() as one:
+            if one.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        require(time.monotonic() < deadline_s, "the head of the cluster starts")
+        time.sleep(0.5)
 
 
 def join(address: str) -> None:

@@ -209,11 +209,14 @@ def shared_cache() -> Iterator[Finding]:
 
     name = "shared programs"
     try:
-        if (url := compile_cache_url()) is None:
-            return
-        fsspec.get_filesystem_class(url.partition("://")[0])
+        url = compile_cache_url()
     except InvalidArgument as error:
         yield Finding("machine", name, "stop", error.field, error.problem)
+        return
+    if url is None:
+        return
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
         yield Finding("machine", name, "stop", without_credentials(url), str(error), "install fsspec's package for it")
     else:

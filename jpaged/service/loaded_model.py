@@ -632,6 +632,9 @@ class ImageProcessor(Protocol):
     def placeholder_id(self) -> int:
         """Token that stands for an image in the text of a chat, in order."""
 
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+
     def count_tokens(self, width: int, height: int) -> int:
         """Return the number of prompt tokens of an image of this size in pixels.
 

@@ -553,8 +553,8 @@ TIER_FAULTS = (
     Fault(
         "a hanging call of Mooncake stops all loads, each for its timeout",
         "kv_cache/offload/mooncake.py",
-        "or not self._is_up or self._is_hung():",
-        "or not self._is_up:",
+        "return self._is_up and not self._is_hung()",
+        "return self._is_up",
         MOONCAKE,
     ),
     Fault(
@@ -588,8 +588,8 @@ TIER_FAULTS = (
     Fault(
         "a value of Mooncake of another size is used",
         "kv_cache/offload/mooncake.py",
-        "return self._calls.transfer(read) == self._value_bytes",
-        "return self._calls.transfer(read) > 0",
+        "if size == self._value_bytes and not load.is_abandoned:",
+        "if size > 0 and not load.is_abandoned:",
         MOONCAKE,
     ),
 )

@@ -105,7 +105,7 @@ class ProgramBucket:
             return bytes(self._files.cat_file(f"{self._root}/{path}"))
         except FileNotFoundError:
             return None
-        except Exception as error:  # clients of object storage raise types of their own
+        except Exception as error:  # each client of object storage has other types
             self._turn_off("read", error)
             return None
 

@@ -233,7 +233,7 @@ class Refused(Exception):
     """What the client of a bucket raises: no OSError."""
 
 
-class RefusingFiles(fsspec.AbstractFileSystem):
+class RefusingFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """Object storage that refuses every call, and counts them."""
 
     protocol = "refusing"

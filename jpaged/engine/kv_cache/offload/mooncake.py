@@ -14,6 +14,7 @@ has forgotten all values, and the client connects to it by itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_BUFFERS = 16
 """Values in transfer at the same time: eight loads and a save of each replica, if others do not use theirs."""
+_GATHER_S = 0.0002
+"""Time in which loads of other threads join a call."""
 _RETRY_S = 1.0
 """Time between attempts to reach a master."""
 _CONNECT_S = 2.0
@@ -69,8 +73,8 @@ class MooncakeClient(Protocol):
         """Return `is_exist` for each key, and renew their leases."""
         ...
 
-    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Copy a value to registered memory; return its size."""
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        """Copy values to registered memory; return their sizes."""
         ...
 
     def put_from(self, key: str, buffer_ptr: int, size: int) -> int:
@@ -93,6 +97,17 @@ class MooncakeClient(Protocol):
 Connect = Callable[[MooncakeOptions, bool], MooncakeClient | None]
 
 
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load that waits for a call of the client."""
+
+    name: str
+    into: memoryview
+    is_done: bool = False
+    is_found: bool = False
+    is_abandoned: bool = False
+
+
 class MooncakeStoreConnector:
     """Implementation of `jpaged.engine.kv_cache.connector.KVConnector` over Mooncake Store.
 
@@ -109,6 +124,10 @@ class MooncakeStoreConnector:
         self._value_bytes = config.value_bytes
         self._calls = MooncakeCalls(options, config.value_bytes, connect or connect_client)
         self._num_saved = 0
+        self._turn = threading.Condition()
+        self._timeout_s = options.call_timeout
+        self._loads: list[_Load] = []
+        self._batch: object = None  # the loads that are a call now, unless it hangs
 
     @staticmethod
     def check_config(extra_config: Mapping[str, Any]) -> None:
@@ -142,22 +161,55 @@ class MooncakeStoreConnector:
         return [one == 1 for one in found]
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Copy a value to `into`; return False if there is none."""
-        name = self._name(key)
+        """Copy a value to `into`; return False if there is none.
 
-        def read(client: MooncakeClient, buffer: np.ndarray) -> int:
-            size = client.get_into(name, buffer.ctypes.data, buffer.nbytes)
-            if size == buffer.nbytes:
-                into[:] = buffer.data
-            return size
+        Loads of several threads are one call of the client, by the thread whose turn it is. A call costs several
+        switches between threads and processes, however many values it brings.
+        """
+        if not self._calls.is_up:
+            return False
+        load, batch = _Load(self._name(key), into), object()
+        with self._turn:
+            self._loads.append(load)
+        time.sleep(_GATHER_S)
+        until_s = time.monotonic() + self._timeout_s
+        with self._turn:
+            while self._batch is not None and not load.is_done and (left_s := until_s - time.monotonic()) > 0:
+                self._turn.wait(left_s)
+            if load not in self._loads:  # in a call that has returned, or hangs
+                load.is_abandoned = not load.is_done
+                return load.is_found
+            self._batch, loads = batch, self._loads[:_NUM_BUFFERS]
+            del self._loads[: len(loads)]
+        try:
+            self._load_all(loads)
+        finally:
+            with self._turn:
+                self._batch = None if self._batch is batch else self._batch
+                for one in loads:
+                    one.is_done = True
+                self._turn.notify_all()
+        return load.is_found
 
-        return self._calls.transfer(read) == self._value_bytes
+    def _load_all(self, loads: Sequence[_Load]) -> None:
+        def read(client: MooncakeClient, buffers: Sequence[np.ndarray]) -> int:
+            names = [load.name for load in loads[: len(buffers)]]
+            pointers, sizes = [buffer.ctypes.data for buffer in buffers], [buffer.nbytes for buffer in buffers]
+            found = client.batch_get_into(names, pointers, sizes)
+            for load, buffer, size in zip(loads, buffers, found, strict=False):
+                if size == self._value_bytes and not load.is_abandoned:
+                    load.into[:] = buffer.data
+                    load.is_found = True
+            return next((size for size in found if size in _LOST), 0)
+
+        self._calls.transfer(read, len(loads))
 
     def save(self, key: bytes, value: memoryview) -> bool:
         """Store a value; return False if there is no room, or no master."""
         name = self._name(key)
 
-        def write(client: MooncakeClient, buffer: np.ndarray) -> int:
+        def write(client: MooncakeClient, buffers: Sequence[np.ndarray]) -> int:
+            (buffer,) = buffers
             buffer[:] = value
             return client.put_from(name, buffer.ctypes.data, buffer.nbytes)
 
@@ -218,9 +270,15 @@ class MooncakeCalls:
         if not self._recover(is_start=True):
             self._set_down("no answer")
 
+    @property
+    def is_up(self) -> bool:
+        """Return True if the master has answered the last call, and no call hangs."""
+        return self._is_up and not self._is_hung()
+
     def run(self, function: Callable[[MooncakeClient], int]) -> int:
         """Return the code of a function of the client; a negative one if there is no master or the client fails."""
-        if (client := self._client) is None or not self._is_up or self._is_hung():
+        client = self._client
+        if client is None or not self.is_up:
             return _LOST[0]
         call = object()
         with self._lock:
@@ -238,16 +296,19 @@ class MooncakeCalls:
             self._set_down(f"error {code}")
         return code
 
-    def transfer(self, function: Callable[[MooncakeClient, np.ndarray], int]) -> int:
-        """Return the code of a function that also needs a buffer; a negative one if none is free."""
+    def transfer(self, function: Callable[[MooncakeClient, Sequence[np.ndarray]], int], num_buffers: int = 1) -> int:
+        """Return the code of a function that also needs buffers, up to so many; a negative one if none is free."""
+        numbers = list[int]()
         try:
-            number = self._free.get_nowait()
-        except queue.Empty:
-            return _LOST[0]
-        try:
-            return self.run(lambda client: function(client, self._buffers[number]))
+            with contextlib.suppress(queue.Empty):
+                while len(numbers) < num_buffers:
+                    numbers.append(self._free.get_nowait())
+            if not numbers:
+                return _LOST[0]
+            return self.run(lambda client: function(client, [self._buffers[number] for number in numbers]))
         finally:
-            self._free.put(number)
+            for number in numbers:
+                self._free.put(number)
 
     def remove(self, pattern: str) -> None:
         """Remove the keys that match a regular expression, before any other call if the master does not answer now."""

@@ -9,6 +9,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +89,11 @@ class Client:
             return [LOST] * len(keys)
         return [int(key in self.master.values) for key in keys]
 
-    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        if not self._begin("get_into"):
-            return LOST
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        is_there = self._begin("batch_get_into")
+        return [self.get(*one) if is_there else LOST for one in zip(keys, buffer_ptrs, sizes, strict=True)]
+
+    def get(self, key: str, buffer_ptr: int, size: int) -> int:
         if (value := self.master.values.get(key)) is None:
             return NOT_FOUND
         ctypes.memmove(buffer_ptr, value, min(size, len(value)))
@@ -153,11 +157,15 @@ def load(connector: MooncakeStoreConnector, key: bytes = KEY) -> bytes | None:
     return bytes(into) if connector.load(key, memoryview(into)) else None
 
 
-def wait_until_up(connector: MooncakeStoreConnector) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 10
-    while not connector._calls._is_up:
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
+
+
+def wait_until_up(connector: MooncakeStoreConnector) -> None:
+    wait_until(lambda: connector._calls._is_up)
 
 
 # --- with engines ---------------------------------------------------------------------------------------------------
@@ -182,7 +190,7 @@ def test_a_prompt_is_looked_up_in_one_call(tmp_path, master):
     second = server_of(master, tmp_path)
     master.calls.clear()
     assert second.ask("a", [*PROMPT, 1]) == 28
-    assert master.calls.index("get_into") == 1  # after one lookup
+    assert master.calls.index("batch_get_into") == 1  # after one lookup
     second.kill()
 
 
@@ -217,12 +225,12 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
         master.is_lost = True
         assert second.ask("a", PROMPT) == 0
     else:
-        name = {"load": "get_into", "save": "put_from"}[when]
+        name = {"load": "batch_get_into", "save": "put_from"}[when]
         whole = getattr(Client, name)
 
-        def dies(self: Client, *arguments: Any) -> int:
+        def dies(self: Client, *arguments: Any) -> Any:
             self.master.is_lost = True
-            return int(whole(self, *arguments))
+            return whole(self, *arguments)
 
         monkeypatch.setattr(Client, name, dies)
         assert second.ask("a", PROMPT) == (0 if when == "load" else 24)
@@ -242,14 +250,12 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
 def test_a_value_that_the_master_evicted_is_computed(tmp_path, master, monkeypatch):
     server_of(master, tmp_path).ask("a", PROMPT)
     second = server_of(master, tmp_path)
-    get_into = Client.get_into
+    get = Client.get
 
     def evicts(self: Client, key: str, *arguments: Any) -> int:
-        if key == [*self.master.values][2]:
-            return NOT_FOUND
-        return get_into(self, key, *arguments)
+        return NOT_FOUND if key == [*self.master.values][2] else get(self, key, *arguments)
 
-    monkeypatch.setattr(Client, "get_into", evicts)
+    monkeypatch.setattr(Client, "get", evicts)
     assert second.ask("a", PROMPT) == 8
     assert (second.load().num_external_fallbacks, second.load().external_is_on) == (1, 1)
     second.kill()
@@ -313,8 +319,7 @@ def test_while_a_call_hangs_others_return_at_once(master):
     master.goes_on.clear()
     hanging = threading.Thread(target=load, args=(connector,), daemon=True)
     hanging.start()
-    while "get_into" not in master.calls:
-        time.sleep(0.001)
+    wait_until(lambda: "batch_get_into" in master.calls)
     time.sleep(EXTRA["call_timeout"])  # type: ignore[arg-type]
     num_calls = master.calls.count("batch_is_exist")
     assert not connector.lookup(KEY) and load(connector) is None and not save(connector, OTHER)
@@ -325,13 +330,46 @@ def test_while_a_call_hangs_others_return_at_once(master):
     assert load(connector) == b"k" * SIZE
 
 
+def test_loads_of_several_threads_are_one_call(master):
+    connector = connector_of(master, call_timeout=30.0)
+    keys = [bytes([n]) * 32 for n in range(6)]
+    for key in keys[:5]:
+        save(connector, key)
+    master.goes_on.clear()
+    first = threading.Thread(target=load, args=(connector, keys[0]), daemon=True)
+    first.start()
+    wait_until(lambda: "batch_get_into" in master.calls)
+    with ThreadPoolExecutor(6) as threads:
+        loads = [threads.submit(load, connector, key) for key in keys]
+        wait_until(lambda: len(connector._loads) == 6)
+        master.goes_on.set()
+        assert [one.result() for one in loads] == [*(key[:1] * SIZE for key in keys[:5]), None]
+    assert master.calls.count("batch_get_into") == 2
+
+
+def test_loads_that_join_a_hanging_call_return_and_later_ones_do_not_wait_for_it(master):
+    connector = connector_of(master)
+    save(connector)
+    master.goes_on.clear()
+    first = threading.Thread(target=load, args=(connector,), daemon=True)
+    first.start()
+    wait_until(lambda: "batch_get_into" in master.calls)
+    assert load(connector) is None  # after call_timeout
+    stuck, master.goes_on = master.goes_on, threading.Event()
+    master.goes_on.set()
+    wait_until_up(connector)
+    assert load(connector) == b"k" * SIZE and first.is_alive()
+    stuck.set()
+    first.join()
+    assert load(connector) == b"k" * SIZE
+
+
 def test_a_client_that_hangs_is_not_closed(master):
     connector = connector_of(master)
     master.goes_on.clear()
     hanging = threading.Thread(target=connector.lookup, args=(KEY,), daemon=True)
     hanging.start()
-    while "batch_is_exist" not in master.calls:
-        time.sleep(0.001)
+    wait_until(lambda: "batch_is_exist" in master.calls)
     connector.close()
     assert not master.clients[0].is_closed and not connector.lookup(KEY)
 
