@@ -428,13 +428,10 @@ class JaxExecutor:
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
         counts = _allocate_counts(step, 0 if geometry.is_encoder else geometry.max_num_seqs)
-        abstract_load = step.abstract_expert_load()
         states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
-        served_pool = ServedPool(self._pool, states, abstract_load, routes)
-        self.routed_experts: RoutePool | None = None
-        if routes is not None and served_pool.routes is not None:
-            sizes = geometry.num_host_blocks, step.sparse_layers, len(step.model.config.layer_kinds)
-            self.routed_experts = RoutePool(served_pool.routes, routes, *sizes)
+        served_pool = ServedPool(self._pool, states, step.abstract_expert_load(), routes)
+        kinds = step.model.config.layer_kinds
+        self.routed_experts = RoutePool.of(served_pool.routes, routes, geometry.num_host_blocks, kinds)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
