@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import operator
 import time
 from collections.abc import Callable, Mapping
@@ -95,19 +96,35 @@ class TrainSettings:
     Attributes:
         seed: of the dialogs and the first parameters.
         num_rows: dialogs of a step.
-        num_steps: of the whole run.
-        rate, kernel_rate: highest learning rates after `num_warmup_steps`; they fall to 0 by a cosine.
+        phases: numbers of steps, in order. In each, rates rise for `num_warmup_steps`, then fall to 0 by a cosine.
+        rate, kernel_rate: highest learning rates of the first phase; those of later ones are smaller by `later`.
         center_weight: weight of the loss of shapes' centers.
     """
 
     seed: int = 2026
     num_rows: int = 32
-    num_steps: int = 1100
+    phases: tuple[int, ...] = (1100, 1900)
     rate: float = 4e-3
     kernel_rate: float = 1e-2
+    later: float = 0.7
     num_warmup_steps: int = 60
     weight_decay: float = 0.02
     center_weight: float = 0.5
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return sum(self.phases)
+
+    def schedule(self, highest: float) -> optax.Schedule:
+        """Return the learning rate of each step."""
+        parts = [
+            optax.warmup_cosine_decay_schedule(
+                0.0, highest * (self.later if index else 1), self.num_warmup_steps, steps
+            )
+            for index, steps in enumerate(self.phases)
+        ]
+        return optax.join_schedules(parts, [*itertools.accumulate(self.phases[:-1])])
 
 
 @jax.tree_util.register_dataclass
@@ -282,7 +299,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     """Return Muon for the kernels of layers, AdamW for the others."""
 
     def finish(scale: optax.GradientTransformation, highest: float) -> optax.GradientTransformation:
-        rate = optax.warmup_cosine_decay_schedule(0.0, highest, settings.num_warmup_steps, settings.num_steps)
+        rate = settings.schedule(highest)
         decay = optax.add_decayed_weights(settings.weight_decay, mask=lambda p: jax.tree.map(lambda a: a.ndim > 1, p))
         return optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
 
@@ -381,6 +398,7 @@ def package(folder: Path, params: Params, tokenizer: Tokenizer) -> None:
     ):
         (folder / name).write_text(json_text.dumps(values, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    (folder / SINGLE_FILE).chmod(0o644)
     save_tokenizer(tokenizer, folder)
 
 

@@ -68,7 +68,7 @@ async def test_an_image_takes_the_place_of_its_part(given: str) -> None:
 
 async def test_other_apis_take_the_same_image() -> None:
     """Anthropic's blocks, also in results of tools, and items of Responses give the tokens of the same text."""
-    async with seeing() as (harness, client), httpx2.AsyncClient(base_url=harness.http_url) as http:
+    async with seeing() as (harness, client), httpx2.AsyncClient(base_url=harness.http_url, timeout=60) as http:
         picture = base64.b64encode(png("ab")).decode()
         source = {"type": "base64", "media_type": "image/png", "data": picture}
         block = {"type": "image", "source": source}
@@ -134,7 +134,7 @@ async def test_an_image_that_cannot_be_read_is_named(part: Any, problem: str | N
 
 
 async def test_images_are_counted_in_usage_and_metrics() -> None:
-    async with seeing(metrics_port=0) as (harness, client), httpx2.AsyncClient() as http:
+    async with seeing(metrics_port=0) as (harness, client), httpx2.AsyncClient(timeout=60) as http:
         for cached in (0, 16):
             answer = await say(client, [image(data_uri("abcd")), image(data_uri("e"))])
             details = answer.usage.prompt_tokens_details
