@@ -185,7 +185,7 @@ def test_an_mtp_layer_has_the_published_names(
 
 @pytest.mark.parametrize("mode", ["loop", "scan"])
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(5)
 def test_every_model_has_states_that_a_head_may_watch(case: TinyCase, mode: LayerMode) -> None:
     """They are the inputs of layers, and the output of the last one."""
     model = Model(from_hf(case.config), np.dtype(np.float32))
