@@ -37,7 +37,7 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class PixelScale:
-    """How pixels become numbers: (pixel * factor - mean) / std of its channel, after a resize with a filter of Pillow.
+    """Resize with a filter of Pillow, and scale of pixels: (pixel * factor - mean) / std, by channel.
 
     Attributes:
         resample: number of the filter in Pillow.
