@@ -119,15 +119,7 @@ def build(
         InvalidArgument, NotFound, Unsupported: the model or an option is invalid; states which and why.
     """
     with _paused_gc():
-        return _with_images(_build(options, progress, leader, is_offline=is_offline))
-
-
-def _with_images(loaded: LoadedModel) -> LoadedModel:
-    if loaded.vision is None:
-        return loaded
-    from jpaged.service.image_inputs import with_images
-
-    return with_images(loaded)
+        return _build(options, progress, leader, is_offline=is_offline).with_images()
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.chat import GivenImage
-from jpaged.config import MediaOptions, ServerOptions
+from jpaged.config import MediaOptions
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.server_load import ImageLoad
@@ -32,9 +32,6 @@ from jpaged.service.image_sources import ImageSources, read_base64
 from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
 from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
-
-if TYPE_CHECKING:
-    from jpaged.service.loaded_model import ImageProcessor, LoadedModel, VisionEncoder
 
 DEFAULT_MAX_IMAGES = 64
 IMAGES_REQUEST_MIB = 16.0
@@ -44,6 +41,42 @@ _JPEG = "/9j/"
 """Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
+
+
+class ImageProcessor(Protocol):
+    """Preparation of images for one model, on the host."""
+
+    @property
+    def placeholder_id(self) -> int:
+        """Token that stands for an image in the text of a chat, in order."""
+
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+
+    def count_tokens(self, width: int, height: int) -> int:
+        """Return the number of prompt tokens of an image of this size in pixels.
+
+        Raises:
+            InvalidArgument: the model takes no image of this shape.
+        """
+
+    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage:
+        """Return an RGB image `[height, width, 3]` as the encoder takes it.
+
+        Raises:
+            InvalidArgument: the model takes no image of this shape.
+        """
+
+
+class VisionEncoder(Protocol):
+    """Vision encoder of one model, on a device. Thread-safe."""
+
+    @property
+    def max_patches(self) -> int:
+        """Maximum number of patches of one image."""
+
+    def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
+        """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,21 +400,6 @@ class ImageInputs:
                 values_te = encoded[span.first_row : span.first_row + stop - start]
                 places.append(dataclasses.replace(span, values_te=values_te))
         return dataclasses.replace(request, embeds=dataclasses.replace(request.embeds, spans=tuple(places)))
-
-
-def with_images(loaded: LoadedModel) -> LoadedModel:
-    """Return a model that takes images, which its vision encoder reads."""
-    assert loaded.vision is not None
-    vision, engine, config = loaded.vision, loaded.engine, loaded.config
-    images = ImageInputs.from_options(
-        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
-    )
-    loaded.input_processor.set_images(images)
-    limits = images.limits
-    model = dataclasses.replace(loaded.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
-    if config.server.max_request_size == ServerOptions().max_request_size:
-        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
-    return dataclasses.replace(loaded, images=images, model=model, config=config)
 
 
 class _field:

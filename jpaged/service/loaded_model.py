@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +44,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, ServerOptions
 from jpaged.engine.core import PauseMode
 from jpaged.engine.executor import BlockPort, Geometry, SleepTag
 from jpaged.engine.inspector import PoolInspector
@@ -62,13 +62,12 @@ from jpaged.types import (
     LoadedAdapter,
     ModelInfo,
     Pooling,
-    PreparedImage,
     Request,
     require_whole_characters,
 )
 
 if TYPE_CHECKING:
-    from jpaged.service.image_inputs import ImageInputs
+    from jpaged.service.image_inputs import ImageInputs, ImageProcessor, VisionEncoder
 
 MAX_ADAPTERS = 1 << 16
 """Default limit of loaded adapters: of those outside host memory, each takes about 1 KB."""
@@ -625,42 +624,6 @@ class Pooler(Protocol):
         """Return probabilities or scores of logits."""
 
 
-class ImageProcessor(Protocol):
-    """Preparation of images for one model, on the host."""
-
-    @property
-    def placeholder_id(self) -> int:
-        """Token that stands for an image in the text of a chat, in order."""
-
-    def join(self, first: int, second: int) -> int | None:
-        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
-
-    def count_tokens(self, width: int, height: int) -> int:
-        """Return the number of prompt tokens of an image of this size in pixels.
-
-        Raises:
-            InvalidArgument: the model takes no image of this shape.
-        """
-
-    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage:
-        """Return an RGB image `[height, width, 3]` as the encoder takes it.
-
-        Raises:
-            InvalidArgument: the model takes no image of this shape.
-        """
-
-
-class VisionEncoder(Protocol):
-    """Vision encoder of one model, on a device. Thread-safe."""
-
-    @property
-    def max_patches(self) -> int:
-        """Maximum number of patches of one image."""
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
-        """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
-
-
 @dataclass(frozen=True, slots=True)
 class Vision:
     """Parts of a model that read images."""
@@ -722,6 +685,23 @@ class LoadedModel:
     def _require_all_weights(self) -> None:
         if self.pooler is not None and self.pooler.labels:
             raise Unsupported("update_weights: is not supported for models with a classification head")
+
+    def with_images(self) -> LoadedModel:
+        """Return the model with the images of requests, if it has a vision encoder."""
+        if self.vision is None:
+            return self
+        from jpaged.service.image_inputs import IMAGES_REQUEST_MIB, ImageInputs
+
+        vision, engine, config = self.vision, self.engine, self.config
+        images = ImageInputs.from_options(
+            vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
+        )
+        self.input_processor.set_images(images)
+        limits = images.limits
+        model = dataclasses.replace(self.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
+        if config.server.max_request_size == ServerOptions().max_request_size:
+            config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
+        return dataclasses.replace(self, images=images, model=model, config=config)
 
     @property
     def names(self) -> tuple[str, ...]:
