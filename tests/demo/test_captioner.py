@@ -98,6 +98,7 @@ def test_training_encodes_as_the_server_does(tokenizer: Tokenizer) -> None:
             np.testing.assert_allclose(rows_bpe[row, : len(found)], found, atol=1e-4)
 
 
+@pytest.mark.long
 def test_what_training_packages_is_read_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = read_config(CAPTIONER_FOLDER)
     assert config.vision is not None
@@ -110,15 +111,14 @@ def test_what_training_packages_is_read_back(tmp_path: Path, tokenizer: Tokenize
         assert path.read_bytes() == (CAPTIONER_FOLDER / path.name).read_bytes(), path.name
 
 
-def test_it_describes_pictures(llm: LLM) -> None:
-    """Data URIs in chats and arrays next to prompts; questions of several kinds, and without a picture."""
-    shown = unseen(4)
-    right = count_right(texts(llm, [ask(one) for one in shown]), shown)
-    assert right["color"] == 4 and right["all"] >= 2
+def test_it_describes_a_picture(llm: LLM) -> None:
+    """A data URI in a chat, a picture of Pillow next to a prompt, and a question without a picture."""
+    shown = next(one for one in unseen(20) if one.count == 2 and one.shape == "square")
+    assert texts(llm, [ask(shown)]) == [shown.caption]
     prompt = "<s>[INST][IMG]What color are they?[/INST]"
-    image = Image.fromarray(shown[0].pixels_hwc)
+    image = Image.fromarray(shown.pixels_hwc)
     (output,) = llm.generate({"prompt": prompt, "multi_modal_data": {"image": image}}, GREEDY)
-    assert output.outputs[0].text == shown[0].color
+    assert output.outputs[0].text == shown.color
     assert texts(llm, [[{"role": "user", "content": "What is in the picture?"}]]) == [NO_PICTURE]
 
 
@@ -129,7 +129,7 @@ def test_it_describes_pictures(llm: LLM) -> None:
         {"max_num_batched_tokens": 16},
         {"enable_prefix_caching": False},
         {"num_scheduler_steps": 1, "overlap": False},
-        {"num_blocks": 20, "max_num_batched_tokens": 64},
+        {"num_blocks": 32, "block_size": 4},
     ],
     ids=str,
 )
@@ -138,11 +138,12 @@ def test_answers_stay_the_same_however_they_are_served(llm: LLM, options: dict[s
     questions = ("What is in the picture?", "How many are there?", "What color are they?", "What shape are they?")
     shown = unseen(6)
     chats = [ask(one, question) for one in shown for question in questions]
-    want = texts(llm, chats)
+    longer = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    want = texts(llm, chats, longer)
     assert len(set(want)) > 10
     with open_llm("demo-captioner", **{**SIZES, **options}) as other:
         for _ in range(2):
-            assert texts(other, chats) == want
+            assert texts(other, chats, longer) == want
         if "num_blocks" in options:
             assert engine_of(other).load().num_preemptions > 0
 
