@@ -80,7 +80,7 @@ class ExpertsCase:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices of an expert."""
+        """Bytes of all matrices of an expert."""
         return 3 * self.width * self.inner * (2 if self.dtype == "bfloat16" else 1)
 
 
