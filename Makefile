@@ -5,7 +5,7 @@
 #   EXTRAS=tpu          accelerator packages: tpu, cuda or cuda12 (several: EXTRAS=cuda,...)
 #   VENV=/path          where the environment lives (default: .venv)
 #   JOBS=3              processes that run the tests (default: one more than cores, at most 16); 0 runs them in this one
-#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, fleet, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model
+#   ARGS='...'          further arguments for test, test-long, test-deep, test-compat, aot-gpu, lm-eval, grpo, tunix, fleet, callers, vllm-tests, accelerator, bench, bench-peers, bench-pretrained, paper, demo, demo-model, demo-captioner
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -71,7 +71,7 @@ unexport JAX EXTRAS ARGS JOBS TORCH VENV
 # it imports again, which is half of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-model demo-draft test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix fleet callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
+.PHONY: help setup demo demo-model demo-draft demo-captioner test test-long test-deep test-compat compat aot chromium aot-gpu ray lm-eval grpo tunix fleet callers callers-environments vllm-bench vllm-tests accelerator bench bench-peers bench-pretrained paper docs dist check format proto torch clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ demo-model: $(STAMP) ## train the embedded model again
 
 demo-draft: $(STAMP) ## train the embedded draft model again
 	@$(BIN)/python -m benchmarks.demo_model.distil $(ARGS)
+
+demo-captioner: $(STAMP) ## train the embedded captioner of pictures again
+	@$(BIN)/python -m benchmarks.captioner.train $(ARGS)
 
 # `make check` runs those of tests/arch.
 test: $(STAMP) ## the quick tests

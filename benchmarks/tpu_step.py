@@ -126,6 +126,15 @@ def layer_operations(text: str) -> list[Operation]:
     return max(bodies, key=lambda operations: sum(operation.cycles for operation in operations))
 
 
+def entry_operations(text: str) -> list[Operation]:
+    """What a program without loops runs."""
+    computations = parse_computations(text)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+    if entry is None:
+        raise ValueError("the program has no entry")
+    return _operations(entry[1], computations)
+
+
 def _operations(name: str, computations: Mapping[str, Sequence[Instruction]]) -> list[Operation]:
     operations: list[Operation] = []
     for found in computations[name]:

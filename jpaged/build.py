@@ -35,20 +35,12 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import (
-    PackStored,
-    WeightReader,
-    load_params,
-    load_vision,
-    random_params,
-    read_head,
-    read_mtp,
-)
-from jpaged.config import EngineConfig, LinearBackend, ModelOptions, ServerOptions, compile_cache_dir, platform_default
+from jpaged.checkpoints.weights import PackStored, WeightReader, load_params, random_params, read_head, read_mtp
+from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
 from jpaged.device.compilation.compile import program_caches, set_up_compile_cache
-from jpaged.device.compilation.lowering import takes_images
+from jpaged.device.compilation.lowering import get_encoder_bytes, takes_images
 from jpaged.device.compilation.memory_plan import DeviceMemory
 from jpaged.device.device_info import prepare_gpu_memory
 from jpaged.device.executor import JaxExecutor
@@ -76,7 +68,6 @@ from jpaged.models.hf_config import to_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from jpaged.models.sharding import with_dp_attention, with_parallel_experts
-from jpaged.models.vision.config import vision_leaves
 from jpaged.service.chat.formats import AnswerFormat, has_built_in_tools, parser_for
 from jpaged.service.chat.output_config import ChatOutputConfig
 from jpaged.service.input_processor import InputProcessor
@@ -132,20 +123,11 @@ def build(
 
 
 def _with_images(loaded: LoadedModel) -> LoadedModel:
-    """Return a model that takes images, if it has a vision encoder."""
     if loaded.vision is None:
         return loaded
-    from jpaged.service.image_inputs import IMAGES_REQUEST_MIB, ImageInputs
+    from jpaged.service.image_inputs import with_images
 
-    vision, engine, config = loaded.vision, loaded.engine, loaded.config
-    images = ImageInputs.from_options(
-        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
-    )
-    loaded.input_processor.set_images(images)
-    model = replace(loaded.model, max_images=images.limits.max_images, max_image_pixels=images.limits.max_pixels)
-    if config.server.max_request_size == ServerOptions().max_request_size:
-        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
-    return replace(loaded, images=images, model=model, config=config)
+    return with_images(loaded)
 
 
 @contextlib.contextmanager
@@ -208,7 +190,7 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
-        vision=vision,
+        vision=vision if geometry.embed_width else None,
     )
 
 
@@ -217,17 +199,17 @@ def _vision(source: ModelSource, model: Model, options: EngineConfig, device: An
     config, given = model.config.vision, options.model
     if config is None or not takes_images(model.config, options):
         return None
+    from jpaged.checkpoints.weights import load_vision
     from jpaged.device import vision  # only of models that have an encoder
-    from jpaged.models.vision.processors import read_processor
+    from jpaged.models.vision.processors import PROCESSOR_FILES, read_processor
 
     tokens = source.tokenizer.vocabulary if isinstance(source.tokenizer, HuggingFaceTokenizer) else {}
     try:
-        paths = (source.folder / name for name in ("preprocessor_config.json", "processor_config.json"))
+        paths = (source.folder / name for name in PROCESSOR_FILES)
         processor = read_processor(config, [read_json(path) if path.is_file() else {} for path in paths], tokens)
         if given.load_format == "dummy":
             params = vision.random_params(config, model.dtype, device, given.seed)
         else:
-            progress("weights of the vision encoder", 1, 1)
             params = load_vision(config, source.folder, model.dtype, device)
     except (InvalidArgument, Unsupported) as error:
         progress(f"images are refused: {error}", 1, 1)
@@ -418,8 +400,7 @@ def preview(options: EngineConfig) -> Preview:
     if model.config.is_encoder:
         options = options.for_encoder(model.config.architecture)
     held = int(weight_bytes(model.config, model.dtype.itemsize, where.num_parts) / num_stages(where.mesh))
-    if takes_images(model.config, options) and model.config.vision is not None:
-        held += vision_leaves(model.config.vision).num_params * model.dtype.itemsize
+    held += get_encoder_bytes(model, options).weights
     memory = DeviceMemory.of(device, 0, where.mesh.size * num_places)
     linear_backend = choose_linear_backend(options.model.linear_backend, where.mesh, where.layer_mode)
     return Preview(

@@ -474,6 +474,20 @@ def read_source_image(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def parse_images(given: Any) -> tuple[GivenImage, ...]:
+    """Return the images of `multi_modal_data`: one, or a list; raise InvalidArgument for other kinds of data."""
+    name, given = "multi_modal_data", {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
+    for key, value in given.items():
+        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
+            raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
+    images = given.get("image", ())
+    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
+        return tuple(GivenImage(f"{name}.image[{i}]", one) for i, one in enumerate(images))
+    return () if images is None else (GivenImage(f"{name}.image", images),)
+
+
 def images_in(messages: Iterable[Mapping[str, Any]]) -> list[GivenImage]:
     """Return the images of messages as `read_message` returns them, in order."""
     contents = (message["content"] for message in messages if type(message["content"]) is list)

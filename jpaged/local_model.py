@@ -23,7 +23,7 @@ from types import NoneType
 from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress, read_hf_fields
-from jpaged.chat import build_chat_options
+from jpaged.chat import build_chat_options, parse_images
 from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
@@ -62,7 +62,6 @@ from jpaged.types import (
     Request,
     SamplingParams,
     SequenceFinish,
-    parse_images,
     to_host_array,
 )
 

@@ -204,8 +204,7 @@ class Completions:
         self._prompt_logprobs += delta.prompt_logprobs
         self._embedding = delta.embedding or self._embedding
         has_more = delta.token_ids or delta.text or delta.reasoning_content or delta.tool_calls
-        has_more = has_more or delta.routed_experts is not None
-        if not has_more and delta.finish is None and not delta.is_last:
+        if not has_more and delta.routed_experts is None and delta.finish is None and not delta.is_last:
             return
         self._deltas.setdefault(delta.index, []).append(delta)
         self._last = delta
@@ -246,7 +245,7 @@ class Completions:
             reasoning_content="".join(delta.reasoning_content for delta in deltas),
             tool_calls=ChatAnswer.of(piece for delta in deltas for piece in delta.tool_calls).tool_calls,
             weight_versions=last.weight_versions,
-            routed_experts=join_experts([delta.routed_experts for delta in deltas]),
+            routed_experts=None if last.routed_experts is None else join_experts(d.routed_experts for d in deltas),
         )
 
 

@@ -1,7 +1,8 @@
 """Client of prefill servers, for a decode server: tries available servers one after another, the least loaded first.
 
 A server that is unreachable, or does not answer, is skipped for a second, and until it is connected again; if none is
-available, the call fails at once.
+available, the call fails at once. While a server is silent, health checks distinguish a long prompt from a server that
+is stopped or out of reach.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import grpc
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged._proto.v1 import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from jpaged.client import convert
@@ -37,6 +39,8 @@ _PATIENT = 0.9
 _MAX_KEY_BYTES = 4096
 _REPORT_S = 5.0
 """Timeout of a report of an offer's end."""
+_SILENCE_S, _CHECK_S = 2.0, 3.0
+"""Time without a message after which a server's health is checked, and the timeout of the check."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +71,20 @@ class _PrefillServer:
     def leave(self) -> None:
         """Record the end of a call."""
         self.num_open -= 1
+
+    async def check(self) -> None:
+        """Check that it answers, whatever it answers.
+
+        Raises:
+            Unavailable: it does not.
+        """
+        health: Any = health_pb2_grpc.HealthStub(self.channel)
+        try:
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=_CHECK_S)
+        except aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                problem = f"{self.target} is silent, and a health check had no answer within {_CHECK_S:g} s"
+                raise Unavailable(problem) from error
 
     def report(self, message: prefill_pb2.FinishPullRequest, metadata: Any) -> None:
         """Start to report the end of an offer; errors are ignored."""
@@ -121,7 +139,7 @@ class PrefillCall:
         tokens = list[FirstToken]()
         with _translating(self._proxy):
             while len(tokens) < num_sequences:
-                message = await self._call.read()
+                message = await self._read()
                 if message is aio.EOF or not message.HasField("told"):
                     raise InternalError(f"{self.target} returned {len(tokens)} of {num_sequences} first tokens")
                 chunk = convert.parse_chunk(message.told)
@@ -135,7 +153,7 @@ class PrefillCall:
     async def parts(self) -> AsyncIterator[KVPart]:
         """Yield the blocks of the prompt in pieces, some at a time, or offers of them."""
         with _translating(self._proxy):
-            while (message := await self._call.read()) is not aio.EOF:
+            while (message := await self._read()) is not aio.EOF:
                 if message.HasField("offer"):
                     yield _offer_from(message.offer, self.target)
                     continue
@@ -145,6 +163,23 @@ class PrefillCall:
                     BlockPiece(one.index, one.kv_group, one.offset, one.contents, one.key, one.hash)
                     for one in message.pieces.pieces
                 ]
+
+    async def _read(self) -> Any:
+        """Return the next message; raise Unavailable if none comes and the server does not answer health checks."""
+        reading = asyncio.ensure_future(self._call.read())
+        try:
+            while not (await asyncio.wait((reading,), timeout=_SILENCE_S))[0]:
+                if (server := self._server) is None:
+                    continue
+                try:
+                    await server.check()
+                except Unavailable:
+                    if not reading.done():
+                        server.note_absence()
+                        raise
+            return reading.result()
+        finally:
+            reading.cancel()
 
     def finish_pull(self, uuid: int, *, is_received: bool) -> None:
         """Start to report the end of an offer. If that fails, the server withdraws the offer with the call's end."""

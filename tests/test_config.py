@@ -180,7 +180,7 @@ def test_resolving_leaves_nothing_open():
     others = {"chat_template", "compiled", "lora", "speculative_config", "cluster_secret_file", "kv_disk_dir"}
     others |= {"kv_transfer_config", "override_generation_config", "hf_overrides"}
     others |= {"default_chat_template_kwargs", "reasoning_effort_map", "eplb_config"}
-    others |= {"state_checkpoint_interval"}
+    others |= {"state_checkpoint_interval", "limit_mm_per_prompt", "allowed_local_media_path", "allowed_media_domains"}
     others |= {"tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token"}
     assert left_out - of_server == others | several | lossy
     assert left_out.isdisjoint({"served_model_name", "max_messages_per_second", "max_pinned_blocks"})

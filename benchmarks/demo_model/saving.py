@@ -36,7 +36,7 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
     leaves, layers = model_leaves(config), params["layers"]
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves.outer:
-        tensors |= _tensors(leaf, _find(params, leaf), num_parts)
+        tensors |= leaf_tensors(leaf, _find(params, leaf), num_parts)
     stacks = {} if isinstance(layers, list) else get_stacks(config.layer_kinds)
     places = {index: (name, place) for name, stacked in stacks.items() for place, index in enumerate(stacked)}
     for index, layer in enumerate(leaves.layers):
@@ -46,7 +46,7 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
             else:
                 name, place = places[index]
                 array = _find(layers[name], leaf)[place]
-            for name, tensor in _tensors(leaf, array, num_parts).items():
+            for name, tensor in leaf_tensors(leaf, array, num_parts).items():
                 tensors[name] = tensors[name] + tensor if name in tensors else tensor
     (dtype,) = {tensor.dtype.name for tensor in tensors.values()}
     folder.mkdir(parents=True)
@@ -55,8 +55,8 @@ def save_params(params: Params, config: ModelConfig, folder: Path, *, num_parts:
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
 
 
-def _tensors(leaf: Leaf, array: jax.Array, num_parts: int) -> dict[str, np.ndarray]:
-    """The tensors that a leaf was made of: numbers packed in their place show where each of theirs went.
+def leaf_tensors(leaf: Leaf, array: jax.Array, num_parts: int = 1) -> dict[str, np.ndarray]:
+    """Return the tensors of a leaf: numbers packed in place of values show where each of them went.
 
     Of a tensor that several leaves share, what is another's is 0.
     """

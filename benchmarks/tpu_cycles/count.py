@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.tpu_cycles import experts
 from benchmarks.tpu_cycles.cases import CONTEXT, MAX_CONTEXT, NUM_ROWS, TOPOLOGIES, Case, flops_per_cycle, memory
 from benchmarks.tpu_cycles.counting import MARK
+from benchmarks.tpu_cycles.experts import ExpertsCase
 from benchmarks.tpu_cycles.machine import LostTrack, Machine, Memory, Run
 from benchmarks.tpu_cycles.operands import KernelCall, kernel_calls
 from benchmarks.tpu_cycles.program import Program, read
@@ -203,7 +205,9 @@ def _total(case: Case, program: Program, call: KernelCall, load: Load) -> Total:
 
 def main(folder: Path, cases: Sequence[str]) -> None:
     for case in cases:
-        print(MARK + json_text.dumps(count(Case.parse(case), folder)), flush=True)
+        is_of_experts = f"/{experts.KIND}/" in case
+        counted = experts.count(ExpertsCase.parse(case), folder) if is_of_experts else count(Case.parse(case), folder)
+        print(MARK + json_text.dumps(counted), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tpu_cycles.cases import Case
+from benchmarks.tpu_cycles.experts import ExpertsCase
 from jpaged.device.aot.topology import compiler_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ class CountingFailed(RuntimeError):
     """The process that counts ended before its last case; the message has the end of what it said."""
 
 
-def counted(cases: Sequence[Case], libtpu: Path) -> Iterator[dict[str, Any]]:
+def counted(cases: Sequence[Case | ExpertsCase], libtpu: Path) -> Iterator[dict[str, Any]]:
     """Each case's numbers (see `count.count`), as it is counted.
 
     Raises:

@@ -35,6 +35,7 @@ _BINARY = {
     "ssub.s32": "({0} - {1}) & M",
     "smul.u32": "({0} * {1}) & M",
     "smul.s32": "({0} * {1}) & M",
+    "smulhi.u32": "({0} * {1}) >> 32",
     "sand.u32": "{0} & {1}",
     "sor.u32": "{0} | {1}",
     "sxor.u32": "{0} ^ {1}",
@@ -238,7 +239,7 @@ class Machine:
         scope: dict[str, Any] = {
             "M": _MASK, "S": _SIGN, "select": _select, "least": _least, "most": _most, "either": _either,
             "Place": Place, "unknown": _UNKNOWN, "operand": self._operand,
-            "load": self._load, "store": self._store, "start": self._start, "wait": self._wait,
+            "load": self._load, "store": self._store, "start": self._start, "wait": self._wait, "signal": self._signal,
         }  # fmt: skip
         exec(compile(source, f"<{self._program.name} {block.begin:#x}>", "exec"), scope)
         body: Callable[[list[Any]], int | None] = scope["body"]
@@ -311,6 +312,11 @@ class Machine:
             if number is not None:
                 self._smem[target.base, target.offset + i] = number & _MASK if isinstance(number, int) else _UNKNOWN
 
+    def _signal(self, flag: Any, size: Any) -> None:
+        """Adds to a semaphore what no DMA brings: the part of a window beyond an array, or a copy within the core."""
+        if isinstance(flag, Place) and isinstance(size, int) and _signed(size) > 0:
+            self._flags[flag.base, flag.offset].append([self._now, size, False])
+
     def _wait(self, flag: Any, size: Any, after: int) -> None:
         if not isinstance(size, int) or not isinstance(flag, Place):
             raise LostTrack("the size or the semaphore of a wait")
@@ -362,7 +368,7 @@ class _Names:
         found: set[str] = set()
         for one in (one for bundle in program.bundles for one in bundle):
             read = {self._first(self._same, name) for name in re.findall(r"%[sp]\w+", one.operands)}
-            if one.name.startswith(("sbr", "sst", "dma.")):
+            if one.name.startswith(("sbr", "sst", "dma.", "vsyncadd")):
                 found |= read
             elif one.result and not _is_name(one):
                 read_by.setdefault(self._first(self._same, one.result), set()).update(read)
@@ -424,6 +430,9 @@ def _translated(one: Instruction, names: _Names, after: int) -> Iterator[str]:
     if one.name.startswith("dma.done.wait"):
         flag, size = (names.value(part) for part in operands.split(",")[:2])
         yield _guarded(predicate, f"wait({flag}, {size}, {after})")
+    elif one.name == "vsyncadd":
+        flag, size = (names.value(part) for part in operands.split(",")[:2])
+        yield _guarded(predicate, f"signal({flag}, {size})")
     elif one.name.startswith("dma."):
         yield _guarded(predicate, _dma(one.name, operands, names, after))
     elif one.name == "sst":

@@ -14,6 +14,8 @@ from jpaged import json_text
 NAME = "tpu_cycles"
 BEFORE = "tpu_cycles_before"
 """The numbers of the kernels that those of today replaced."""
+EXPERTS = "tpu_experts"
+"""The numbers of the kernel of experts."""
 MARGIN = 0.03
 """What a number may differ by from the one that was recorded with the same version."""
 NEW_MARGIN = 0.10
@@ -30,6 +32,8 @@ _SLACK: Mapping[str, float] = {
     "per_row": 8,
     "per_256x256_head": 2,
     "prompt_cycles": 100,
+    "kernel_cycles": 500,
+    "rest_cycles": 2500,
     "num_fills": 8,
     "num_spills": 8,
 }
@@ -53,7 +57,8 @@ def record(version: str, numbers: Sequence[Numbers], name: str = NAME) -> None:
     kept[version] = {**kept.get(version, {}), **{one["case"]: one for one in numbers}}
     found = {key: [cases[case] for case in sorted(cases)] for key, cases in sorted(kept.items())}
     assumed = {"dma_latency_s": LATENCY_S, "bandwidth_and_clock": "jpaged/hardware.py"}
-    save(name, "python -m benchmarks.tpu_cycles --record", {"assumed": assumed, "libtpu": found})
+    command = f"python -m benchmarks.tpu_cycles {'--experts ' if name == EXPERTS else ''}--record"
+    save(name, command, {"assumed": assumed, "libtpu": found})
 
 
 def record_for_plans(numbers: Sequence[Numbers]) -> None:

@@ -38,7 +38,7 @@ from jpaged.checkpoints.tensor_files import (
 )
 from jpaged.config import ModelOptions
 from jpaged.config.option import parse_json_object
-from jpaged.demo import DRAFT_FOLDER, FOLDER
+from jpaged.demo import CAPTIONER_FOLDER, DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.hardware import multiplies_bfloat16
 from jpaged.models.config import ModelConfig, Quantization
@@ -105,6 +105,11 @@ DEMO = "demo"
 
 DEMO_DRAFT = "demo-draft"
 """Name of the packaged draft model of the demo, with the same precedence."""
+
+DEMO_CAPTIONER = "demo-captioner"
+"""Name of the packaged model that describes pictures, with the same precedence."""
+
+_PACKAGED = {DEMO: FOLDER, DEMO_DRAFT: DRAFT_FOLDER, DEMO_CAPTIONER: CAPTIONER_FOLDER}
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -201,7 +206,7 @@ def find_tokenizer(options: ModelOptions, folder: Path) -> Path:
         return folder
     name = options.tokenizer or options.model
     path = expand_home(name, "tokenizer")
-    found = {DEMO: FOLDER, DEMO_DRAFT: DRAFT_FOLDER}.get(name) or (path if path.is_dir() else find_gguf(path))
+    found = _PACKAGED.get(name) or (path if path.is_dir() else find_gguf(path))
     if found is not None:
         _refuse_revision("tokenizer_revision", options.tokenizer_revision, found)
         return found if list(found.glob("*token*")) else find_gguf(found) or found
@@ -259,10 +264,8 @@ def find_local(model: str) -> Path | None:
     Raises:
         InvalidArgument: it has no config.json and no GGUF model, or is an Orbax checkpoint of another program.
     """
-    if model == DEMO:
-        return FOLDER
-    if model == DEMO_DRAFT:
-        return DRAFT_FOLDER
+    if model in _PACKAGED:
+        return _PACKAGED[model]
     folder = expand_home(model, "model")
     if not folder.is_dir():
         return find_gguf(folder)
@@ -495,7 +498,7 @@ def choose_dtype(
         )
     is_cpu = platform == "cpu"
     name = config.checkpoint_dtype or ("float32" if is_cpu else "bfloat16")
-    if name == "float32" or (is_cpu and folder in (FOLDER, DRAFT_FOLDER)):
+    if name == "float32" or (is_cpu and folder in _PACKAGED.values()):
         return DTYPES["float32"], None
     if is_cpu and not multiplies_bfloat16():
         return DTYPES["float32"], (

@@ -172,7 +172,7 @@ def load_params(
 
 
 def load_vision(config: VisionConfig, folder: Path, dtype: np.dtype, device: jax.Device) -> Params:
-    """Load the vision encoder of a checkpoint; leaves of its layers are stacked.
+    """Load the vision encoder of a checkpoint; leaves of layers are stacked.
 
     Raises:
         InvalidArgument: a tensor is missing, misshapen or not finite; it is named, with its file.

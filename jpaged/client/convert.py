@@ -32,6 +32,7 @@ from jpaged.chat import (
     ToolCallPiece,
     ToolChoice,
     ToolChoiceMode,
+    parse_images,
     read_message,
 )
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
@@ -59,7 +60,6 @@ from jpaged.types import (
     TokenLogprob,
     Usage,
     WeightVersionRun,
-    parse_images,
     require_whole_characters,
     to_host_array,
 )

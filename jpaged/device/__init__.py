@@ -16,6 +16,7 @@ context.py            contexts split over the devices of a mesh
 sharded_matmul.py     matmuls with quantized matrices and experts split over devices
 expert_balance.py     replicas of experts, and their moves between devices while steps run
 device_info.py        the devices that JAX finds, and the available host memory
+vision.py             the vision encoder: packed images -> input embeddings
 step_costs.py         device rates, timed at startup, and costs of reading a shared prefix once
 speculative/          draft models for speculative decoding
 compilation/          compilation, caching and memory use of programs

@@ -35,10 +35,9 @@ from jpaged.config import EngineConfig, ExpertBalanceOptions
 from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget
 from jpaged.device.compilation.compile import least_programs, program_specs, told
 from jpaged.device.compilation.executable_cache import kv_fingerprint
-from jpaged.device.compilation.lowering import ServerPrograms, sized_step, takes_images
+from jpaged.device.compilation.lowering import ServerPrograms, get_encoder_bytes, sized_step
 from jpaged.device.compilation.memory_plan import (
     DeviceMemory,
-    EncoderBytes,
     MemoryPlan,
     ProgramMemory,
     memory_refusals,
@@ -389,14 +388,6 @@ def _delete(params: Params) -> None:
         leaf.delete()
 
 
-def _encoder_bytes(model: Model) -> EncoderBytes:
-    """Return the memory of a model's vision encoder."""
-    from jpaged.device.vision import encoder_bytes  # only of models that have one
-
-    assert model.config.vision is not None
-    return encoder_bytes(model.config.vision, model.dtype)
-
-
 class JaxExecutor:
     """Implements `engine.executor.Executor` on the devices of a mesh. Used only by the engine thread.
 
@@ -437,13 +428,10 @@ class JaxExecutor:
         several = {size: DecodePacking(forward_packing(size, geometry), size) for size in geometry.buckets.decodes}
         last_tokens = jax.device_put(np.zeros(step.max_sample_rows, np.int32), replicated(step.mesh))
         counts = _allocate_counts(step, 0 if geometry.is_encoder else geometry.max_num_seqs)
-        abstract_load = step.abstract_expert_load()
         states, routes = step.abstract_states(geometry.num_state_slots), step.abstract_routes
-        served_pool = ServedPool(self._pool, states, abstract_load, routes)
-        self.routed_experts: RoutePool | None = None
-        if routes is not None and served_pool.routes is not None:
-            sizes = geometry.num_host_blocks, step.sparse_layers, len(step.model.config.layer_kinds)
-            self.routed_experts = RoutePool(served_pool.routes, routes, *sizes)
+        served_pool = ServedPool(self._pool, states, step.abstract_expert_load(), routes)
+        kinds = step.model.config.layer_kinds
+        self.routed_experts = RoutePool.of(served_pool.routes, routes, geometry.num_host_blocks, kinds)
         self._runner = ModelRunner(
             params, last_tokens, (packings, several), served_pool, self._programs, counts, geometry, step.model.dtype
         )
@@ -526,12 +514,9 @@ class JaxExecutor:
         if draft is not None and smallest[0].draft is not None:
             params = {**params, DRAFT: draft_params_for(smallest[0].draft, draft[1], params)}
         request = ServerPrograms.of(*smallest, params).pool_request(options.cache)
-        held_bytes = request.weight_bytes
-        if takes_images(model.config, options):
-            encoder = _encoder_bytes(model)
-            request = dataclasses.replace(request, encoder_bytes=encoder.total)
-            held_bytes += encoder.weights
-        memory = DeviceMemory.of(first_device(mesh), held_bytes, mesh.size * num_pools)
+        encoder = get_encoder_bytes(model, options)
+        request = dataclasses.replace(request, encoder_bytes=encoder.total)
+        memory = DeviceMemory.of(first_device(mesh), request.weight_bytes + encoder.weights, mesh.size * num_pools)
         least = least or (lambda value: value)
         probe_blocks = least(request.probe_blocks(memory))
 

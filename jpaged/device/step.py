@@ -75,8 +75,8 @@ from jpaged.kernels import qkv_rope as heads
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention import AttentionSpec, Queries, RaggedRows, paged_attention_update, rotate_heads
-from jpaged.kernels.paged_attention.cascade import StepRows, cascade_attention_update, prepare_step_rows
-from jpaged.kernels.paged_attention.spec import NewKV, add_sinks
+from jpaged.kernels.paged_attention.cascade import StepRows, attend_ahead, cascade_attention_update, prepare_step_rows
+from jpaged.kernels.paged_attention.spec import NewKV, add_sinks, merge
 from jpaged.kernels.recurrence import StatefulPool, StepRoutes
 from jpaged.kernels.sampling import FedSamplingKernel, RowSampling, SampledTokens, SamplingKernel
 from jpaged.models.layer_kinds import KVGroups, get_states
@@ -323,6 +323,7 @@ class Step:
         }
         rows = {key: self._prepare(*key, inputs, order) for key in found}
         scales_lk2, num_layers = params.get("kv_scales"), self.layout.num_layers // self.layout.num_stages
+        images_t = _number_images(inputs) if self._has_whole_images and "embeds_te" in inputs else None
 
         def attend(
             q_thd: jax.Array,
@@ -342,7 +343,7 @@ class Step:
             for group, (q, *kv) in enumerate(placed, place.group):
                 scales = None if scales_lk2 is None else scales_lk2[group * num_layers : (group + 1) * num_layers]
                 new_kv, of_step = (*kv, inputs["slots_gt"][group]), rows[place.attention, num_places, group]
-                o_thd, pool = self._attend(q, new_kv, pool, place, of_step, scales, sinks_h)
+                o_thd, pool = self._attend(q, new_kv, pool, place, of_step, scales, sinks_h, images_t)
                 outputs.append(o_thd)
             return (outputs[0] if heads is None else layout.join_heads(outputs, heads.head_dim)), pool
 
@@ -640,6 +641,11 @@ class Step:
         turn = on_shards(heads.turn, self.mesh, (PROJECTION_SPEC, whole, whole), (HEADS_SPEC,) * 3)
         return HeadsKernel(heads.angles, turn)
 
+    @property
+    def _has_whole_images(self) -> bool:
+        vision = self.model.config.vision
+        return vision is not None and vision.is_bidirectional
+
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
@@ -713,16 +719,20 @@ class Step:
         rows: StepRows,
         scales_lk2: jax.Array | None,
         sinks_h: jax.Array | None,
+        images_t: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Compute attention and update the pool: each device has its own heads, and all have the same blocks.
 
         If contexts are split, each device also has its own slots of the blocks, and the results are merged. If
         attention is data-parallel, each device has all heads, for its own tokens.
+
+        Args:
+            images_t: image of each token, if the tokens of an image see each other; -1 for text.
         """
         spec, num_parts, dp_size = self._spec(place.attention), num_context_parts(self.mesh), self.layout.dp_size
 
         def attend(
-            q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any, sinks: Any
+            q: Any, new_kv: Any, pool: Any, layer: Any, rows: Any, scales: Any, sinks: Any, images: Any
         ) -> tuple[jax.Array, jax.Array]:
             if num_parts > 1:
                 k, v, slots = new_kv
@@ -739,6 +749,9 @@ class Step:
             update = paged_attention_update if isinstance(rows, RaggedRows) else cascade_attention_update
             *attended, pool = update(q, new_kv, pool, layer, rows, spec, scales, backend=self.backend)
             o_thd, lse_th = attended if num_parts == 1 else merged((attended[0], attended[1]), CONTEXT_AXIS)
+            if images is not None and (vision := self.model.config.vision) is not None:
+                k, v, _ = new_kv
+                o_thd, lse_th = merge((o_thd, lse_th), attend_ahead(q, k, v, images, vision.num_tokens, spec.kind))
             o_thd = o_thd if sinks is None else add_sinks((o_thd, lse_th), sinks)[0]
             return (rotate_heads(o_thd, o_thd.dtype, backend=self.backend) if is_rotated else o_thd), pool
 
@@ -746,9 +759,9 @@ class Step:
         of_heads, of_scales, of_pool = HEADS_SPEC, scales_spec(self.layout), pool_spec(self.layout)
         if dp_size > 1:
             of_heads, of_rows = TOKENS_SPEC, TOKENS_SPEC
-        in_specs = (of_heads, (of_heads, of_heads, whole), of_pool, whole, of_rows, of_scales, SINKS_SPEC)
+        in_specs = (of_heads, (of_heads, of_heads, whole), of_pool, whole, of_rows, of_scales, SINKS_SPEC, whole)
         run = on_shards(attend, self.mesh, in_specs, (of_heads, of_pool))
-        return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h)
+        return run(q_thd, new_kv, pool, place.index, rows, scales_lk2, sinks_h, images_t)
 
     def _spec(self, kind: AttentionKind) -> AttentionSpec:
         """Return the attention spec of a kind as one device computes it, over its part of the pool."""
@@ -780,6 +793,14 @@ class DraftStep:
     def is_head(self) -> bool:
         """True for a head, which takes hidden states of the model, and so runs after each forward."""
         return bool(self.watched)
+
+
+def _number_images(inputs: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the number of the image of each token `[T]`, -1 for text: successive input embeddings of a row."""
+    is_embed_t = inputs["is_embed_t"]
+    is_first_t = jnp.zeros_like(is_embed_t).at[inputs["query_starts_s1"][:-1]].set(True, mode="drop")
+    is_begin_t = is_embed_t & (is_first_t | ~jnp.pad(is_embed_t, (1, 0))[:-1])
+    return jnp.where(is_embed_t, jnp.cumsum(is_begin_t, dtype=jnp.int32), -1)
 
 
 def _later_positions(kind: AttentionKind, kv_lens_s: jax.Array) -> jax.Array:

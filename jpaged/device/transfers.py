@@ -48,6 +48,7 @@ from jpaged.device.model_runner import DonatedArray, KVPool
 from jpaged.engine.executor import NULL_BLOCK, BlockArrays, BlockMoves, Move
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.kv_layout import KVLayout
+from jpaged.models.layer_kinds import LayerKind
 
 Shape = tuple[int, ...]
 
@@ -447,22 +448,29 @@ class RoutePool:
         routes: as `StatefulPool.routes`; steps update it.
         struct: its shape.
         num_host_blocks: blocks in host memory.
-        layers: numbers of the layers with experts, of `num_layers`.
+        kinds: of all layers.
     """
 
     def __init__(
-        self,
-        routes: DonatedArray,
-        struct: jax.ShapeDtypeStruct,
-        num_host_blocks: int,
-        layers: list[int],
-        num_layers: int,
+        self, routes: DonatedArray, struct: jax.ShapeDtypeStruct, num_host_blocks: int, kinds: Sequence[LayerKind]
     ) -> None:
-        self._routes, self._layers, self._num_layers, self.block_size = routes, layers, num_layers, struct.shape[1]
+        self._layers, self._num_layers = [number for number, kind in enumerate(kinds) if kind.is_sparse], len(kinds)
+        self._routes, self.block_size = routes, struct.shape[1]
         self._host: NDArray[Any] = np.zeros((num_host_blocks + 1, *struct.shape[1:]), struct.dtype)
         self._on_the_way: deque[tuple[jax.Array, list[int]]] = deque()
         self._read = jax.jit(_read_routes, out_shardings=struct.sharding)
         self._write = jax.jit(_write_routes, donate_argnums=0, out_shardings=struct.sharding)
+
+    @classmethod
+    def of(
+        cls,
+        routes: DonatedArray | None,
+        struct: jax.ShapeDtypeStruct | None,
+        num_host_blocks: int,
+        kinds: Sequence[LayerKind],
+    ) -> RoutePool | None:
+        """Return the pool; None if experts are not kept."""
+        return None if routes is None or struct is None else cls(routes, struct, num_host_blocks, kinds)
 
     def warm_up(self) -> None:
         """Compile the programs; nothing is written."""

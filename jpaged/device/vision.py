@@ -63,8 +63,8 @@ def encoder_bytes(config: VisionConfig, dtype: np.dtype) -> EncoderBytes:
     """Return the memory of an encoder on its device; working memory of the largest call is estimated."""
     size = call_sizes(config.max_patches)[-1]
     scores = min(config.num_heads * size * size, max(tower.MAX_SCORES, config.num_heads * size * tower.MIN_QUERIES))
-    widths = 8 * config.hidden_size + 3 * config.intermediate_size + 2 * config.patch_dim
-    return EncoderBytes(vision_leaves(config).num_params * dtype.itemsize, 4 * (3 * scores + size * widths))
+    widths = 4 * config.hidden_size + 2 * config.intermediate_size + config.patch_dim
+    return EncoderBytes(vision_leaves(config).num_params * dtype.itemsize, 4 * (2 * scores + size * widths))
 
 
 def random_params(config: VisionConfig, dtype: np.dtype, device: jax.Device, seed: int) -> Params:

@@ -196,6 +196,21 @@ class VisionConfig:
         return self.num_channels * self.temporal_size * self.patch_size**2
 
     @property
+    def is_bidirectional(self) -> bool:
+        """True if the tokens of an image see each other in the language model, also later ones."""
+        return self.kind == "siglip"
+
+    @property
+    def num_tokens(self) -> int:
+        """Output rows of an image of `image_size`."""
+        return self.max_patches // self.num_merged
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens of an image that a step computes together; 0 if a step may have a part of them."""
+        return self.num_tokens if self.is_bidirectional else 0
+
+    @property
     def num_merged(self) -> int:
         """Patches of an output row."""
         return self.merge_size**2

@@ -22,6 +22,8 @@ LogicalAxes = tuple[str | None, ...]
 """A name for each axis of a leaf, which determines how it is split over devices; None is whole everywhere."""
 
 _STRIP = 64  # rows of a transposed strip: 128 bytes of bfloat16, two cache lines
+_NARROW_STRIP = 16  # if rows of the result are whole pages apart, so that they share few sets of the cache
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +308,9 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
     if not isinstance(leaf, np.ndarray):  # traced
         leaf[...] = tensor.T
         return
-    for start in range(0, len(tensor), _STRIP):
-        leaf[:, start : start + _STRIP] = tensor[start : start + _STRIP].T
+    size = _STRIP if leaf.strides[0] % _PAGE_BYTES else _NARROW_STRIP
+    for start in range(0, len(tensor), size):
+        leaf[:, start : start + size] = tensor[start : start + size].T
 
 
 _SPLIT = frozenset({"heads", "feed_forward"})

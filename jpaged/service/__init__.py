@@ -4,6 +4,9 @@ service.py         the operations: admit, generate, tokenize, abort, pin, load a
 calls.py           one call: caller, record for observers, and events from the engine thread to the reader
 loaded_model.py    the served model: engine, input processor, tokenizer, LoRA adapters, properties
 input_processor.py a caller's input -> a request that can run, also after tokens generated on another server
+images.py          pictures as callers send them, decoded to RGB pixels in child processes
+image_inputs.py    images of requests: prepared, placed in prompts, encoded together, kept for later requests
+image_sources.py   where pictures come from: data URIs, allowed servers, an allowed folder
 prompt_embeds.py   input embeddings in place of a prompt's tokens, read from arrays and files of torch
 score_embed.py     calls that score and embed
 tokenizer.py       the tokenizer of a model's folder

@@ -473,7 +473,7 @@ def _merged(events: Sequence[OutputEvent], usage: Usage) -> OutputEvent:
         logprobs=tuple([position for event in events for position in event.logprobs]),
         prompt_logprobs=tuple([position for event in events for position in event.prompt_logprobs]),
         embedding=next((event.embedding for event in events if event.embedding), ()),
-        routed_experts=join_experts([event.routed_experts for event in events]),
+        routed_experts=None if events[-1].routed_experts is None else join_experts(e.routed_experts for e in events),
         usage=usage,
     )
 

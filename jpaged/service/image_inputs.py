@@ -18,13 +18,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.chat import GivenImage
-from jpaged.config import MediaOptions
+from jpaged.config import MediaOptions, ServerOptions
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong
 from jpaged.server_load import ImageLoad
@@ -32,6 +32,9 @@ from jpaged.service.image_sources import ImageSources, read_base64
 from jpaged.service.images import MAX_FILE_BYTES, MAX_PIXELS, PictureDecoder, read_pixels
 from jpaged.service.prompt_embeds import with_digests
 from jpaged.types import EmbeddedSpan, PreparedImage, Prompt, PromptEmbeds, Request
+
+if TYPE_CHECKING:
+    from jpaged.service.loaded_model import ImageProcessor, LoadedModel, VisionEncoder
 
 DEFAULT_MAX_IMAGES = 64
 IMAGES_REQUEST_MIB = 16.0
@@ -41,26 +44,6 @@ _JPEG = "/9j/"
 """Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
-
-
-class ImageProcessor(Protocol):
-    """The part of `loaded_model.ImageProcessor` that is used here."""
-
-    @property
-    def placeholder_id(self) -> int: ...
-
-    def count_tokens(self, width: int, height: int) -> int: ...
-
-    def prepare(self, pixels_hwc: NDArray[np.uint8]) -> PreparedImage: ...
-
-
-class VisionEncoder(Protocol):
-    """The part of `loaded_model.VisionEncoder` that is used here."""
-
-    @property
-    def max_patches(self) -> int: ...
-
-    def encode(self, images: Sequence[PreparedImage]) -> list[_Rows]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +101,7 @@ class _Waiting:
     done: Future[_Rows]
 
 
-class _Budget:
+class _ImageBudget:
     """Tokens that the images of one request may still take. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
@@ -210,7 +193,7 @@ class ImageInputs:
         if len(images) > (most := self.limits.max_images):
             problem = f"is image {most + 1} of {len(images)}; limit_mm_per_prompt allows {most}"
             raise InvalidArgument(images[most].field, problem)
-        budget = _Budget(self._max_model_len)
+        budget = _ImageBudget(self._max_model_len)
         return [self._readers.submit(self._read, image, budget) for image in images]
 
     async def complete(
@@ -236,7 +219,7 @@ class ImageInputs:
         rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
         return self.attach(request, images, rows)
 
-    def _read(self, image: GivenImage, budget: _Budget) -> PreparedImage:
+    def _read(self, image: GivenImage, budget: _ImageBudget) -> PreparedImage:
         field, source = image
 
         def check_size(width: int, height: int) -> None:
@@ -270,22 +253,33 @@ class ImageInputs:
             where = "in the prompt" if given[0].field.startswith("multi_modal_data") else "in the rendered chat"
             problem = f"{num_marks} placeholders of images (token {mark}) {where} do not match {len(images)} images"
             raise InvalidArgument(given[0].field, problem)
-        spans, rest = list[EmbeddedSpan](), iter(images)
+        spans, rest, end = list[EmbeddedSpan](), iter(images), 0
         for token_id in token_ids:
             if token_id != mark:
-                placed.append(token_id)
+                self._append(placed, token_id, is_edge=0 < end == len(placed))
                 continue
             image = next(rest)
+            self._append(placed, image.token_ids[0], is_edge=bool(placed))
+            begin = len(placed) - 1
             digest = hashlib.sha256(np.array(image.grid, "<i8").tobytes() + image.digest).digest()
             row = 0
             for start, stop in _runs(image.is_embed_t):
                 zeros = np.broadcast_to(np.float32(0), (stop - start, self._width))
-                spans.append(EmbeddedSpan(len(placed) + start, zeros, digest, row, image.rope_grid))
+                spans.append(EmbeddedSpan(begin + start, zeros, digest, row, image.rope_grid))
                 row += stop - start
-            placed += image.token_ids
+            placed += image.token_ids[1:]
+            end = len(placed)
         embeds = with_digests(spans, len(placed), self._block_size)
         num_tokens = sum(len(image.token_ids) for image in images)
         return placed, dataclasses.replace(embeds, num_image_tokens=num_tokens)
+
+    def _append(self, placed: list[int], token_id: int, *, is_edge: bool) -> None:
+        """Append a token, or join it with the last one at an image's edge, as the tokenizer would."""
+        joined = self._processor.join(placed[-1], token_id) if is_edge else None
+        if joined is None:
+            placed.append(token_id)
+        else:
+            placed[-1] = joined
 
     def start_encoding(self, images: Sequence[PreparedImage], tenant: str, salt: str) -> list[Future[_Rows]]:
         """Start to encode images; those of concurrent requests share calls of the encoder, tenants in turn.
@@ -373,6 +367,21 @@ class ImageInputs:
                 values_te = encoded[span.first_row : span.first_row + stop - start]
                 places.append(dataclasses.replace(span, values_te=values_te))
         return dataclasses.replace(request, embeds=dataclasses.replace(request.embeds, spans=tuple(places)))
+
+
+def with_images(loaded: LoadedModel) -> LoadedModel:
+    """Return a model that takes images, which its vision encoder reads."""
+    assert loaded.vision is not None
+    vision, engine, config = loaded.vision, loaded.engine, loaded.config
+    images = ImageInputs.from_options(
+        vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
+    )
+    loaded.input_processor.set_images(images)
+    limits = images.limits
+    model = dataclasses.replace(loaded.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
+    if config.server.max_request_size == ServerOptions().max_request_size:
+        config = config.replace(max_request_size=IMAGES_REQUEST_MIB)
+    return dataclasses.replace(loaded, images=images, model=model, config=config)
 
 
 class _field:

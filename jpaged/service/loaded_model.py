@@ -376,20 +376,26 @@ def _read_places(header: bytes) -> tuple[dict[str, tuple[np.dtype[Any], tuple[in
 
 def _read_place(name: str, given: Any) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
     what = f"tensor {name[:80]!r}"
-    fields = given if isinstance(given, dict) else {}
-    dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
+    dtype, shape, place = fields.get("dtype"), _read_numbers(fields, "shape"), _read_numbers(fields, "data_offsets")
     if not isinstance(dtype, str) or dtype not in _STORED_TYPES:
         raise InvalidArgument("data", f"{what} is {str(dtype)[:20]}, not one of {', '.join(_STORED_TYPES)}")
-    for numbers in (shape, place):
-        if not (isinstance(numbers, list) and all(type(one) is int and 0 <= one < 1 << 48 for one in numbers)):
-            raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
+    if shape is None or place is None:
+        raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
     found, size = np.dtype(_STORED_TYPES[dtype]), math.prod(shape)
-    if len(shape) > _MAX_AXES or size >= 1 << 48 or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
+    if len(shape) > _MAX_AXES or size >= _MAX_NUMBER or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
         problem = f"has data_offsets {str(place)[:40]} for shape {str(shape)[:40]}"
         raise InvalidArgument("data", f"{what} {problem}, of {found.itemsize} bytes each")
     return found, tuple(shape), place[0], place[1]
 
 
+def _read_numbers(fields: Mapping[str, Any], name: str) -> list[int] | None:
+    numbers = fields.get(name)
+    is_valid = isinstance(numbers, list) and all(type(one) is int and 0 <= one < _MAX_NUMBER for one in numbers)
+    return numbers if is_valid else None
+
+
+_MAX_NUMBER = 1 << 48
 _MAX_AXES = 8
 
 
@@ -625,6 +631,9 @@ class ImageProcessor(Protocol):
     @property
     def placeholder_id(self) -> int:
         """Token that stands for an image in the text of a chat, in order."""
+
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
 
     def count_tokens(self, width: int, height: int) -> int:
         """Return the number of prompt tokens of an image of this size in pixels.

@@ -232,6 +232,10 @@ class FakeVision:
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         return -(-height // self.patch_size), -(-width // self.patch_size)
 
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+        return None
+
     def count_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image."""
         rows, columns = self._grid(width, height)

@@ -70,7 +70,6 @@ from jpaged.types.values import (
     Usage,
     WeightVersionRun,
     join_experts,
-    parse_images,
     to_host_array,
     widen_bfloat16,
 )
@@ -135,7 +134,6 @@ __all__ = [
     "is_loopback",
     "join_experts",
     "param",
-    "parse_images",
     "require_whole_characters",
     "text_bytes",
     "to_host_array",

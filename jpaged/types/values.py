@@ -195,30 +195,16 @@ class PromptEmbeds:
             if begin < end:
                 yield begin, span.values_te[begin - span.start : end - span.start]
 
+    def end_outside(self, start: int, stop: int) -> int:
+        """Return the last position up to `stop` at which a chunk from `start` may end: not inside a span."""
+        inside = (span.start for span in self.spans if span.start < stop < span.stop)
+        return max(start, next(inside, stop))
+
     @property
     def rope_shift(self) -> int:
         """Positions by which rotary embedding is behind after all spans: an image advances it by its longer side."""
         grids = (span.rope_grid for span in self.spans)
         return sum(rows * columns - max(rows, columns) for rows, columns in filter(None, grids))
-
-    def rope_shifts(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Return what to subtract from positions `start` to `stop` for rotary embedding: `[3, tokens]`.
-
-        The three are for time, row and column, as in Qwen2-VL (Wang et al. 2024).
-        """
-        found, shift = np.zeros((3, stop - start), np.int32), 0
-        for span in self.spans:
-            if span.rope_grid is None:
-                continue
-            rows, columns = span.rope_grid
-            places = np.arange(rows * columns)
-            shifts = shift + places - np.stack([np.zeros_like(places), places // columns, places % columns])
-            shift += rows * columns - max(rows, columns)
-            begin, end = max(span.start, start), min(span.stop, stop)
-            if begin < end:
-                found[:, begin - start : end - start] = shifts[:, begin - span.start : end - span.start]
-            found[:, max(0, span.stop - start) :] = shift
-        return found
 
     def hide(self, token_ids: Sequence[int], hidden: int = -1) -> list[int]:
         """Return the tokens of a sequence with another id in place of the placeholders."""
@@ -290,26 +276,6 @@ def to_host_array(embeds: Any) -> NDArray[Any]:
         return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
     except (RuntimeError, TypeError, ValueError) as error:  # ragged lists, and sparse tensors
         raise InvalidArgument("prompt_embeds", f"is no dense array of numbers: {str(error)[:200]}") from error
-
-
-def parse_images(given: Any) -> tuple[GivenImage, ...]:
-    """Return the images of `multi_modal_data`: one, or a list; none for None.
-
-    Raises:
-        InvalidArgument: it has other kinds of data.
-    """
-    name, given = "multi_modal_data", {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise InvalidArgument(name, f"is {type(given).__name__}, not a dictionary with the key image")
-    for key, value in given.items():
-        if key != "image" and value is not None and not (isinstance(value, list | tuple) and not value):
-            raise InvalidArgument(f"{name}.{str(key)[:80]}", "is not supported: only image is")
-    field, images = f"{name}.image", given.get("image")
-    if images is None:
-        return ()
-    if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
-        return tuple(GivenImage(f"{field}[{i}]", one) for i, one in enumerate(images))
-    return (GivenImage(field, images),)
 
 
 @dataclass(frozen=True, slots=True)

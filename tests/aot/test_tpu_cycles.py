@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks.record import PAGE
-from benchmarks.tpu_cycles import recorded
+from benchmarks.tpu_cycles import experts, recorded
 from benchmarks.tpu_cycles.cases import TOPOLOGIES, Case, few, gate, narrow, table
 from benchmarks.tpu_cycles.counting import CountingFailed, counted, version
+from benchmarks.tpu_cycles.experts import ExpertsCase, experts_table
 from benchmarks.tpu_cycles.machine import LostTrack, Machine, Memory, Run
 from benchmarks.tpu_cycles.program import Program, UnreadableProgram, parse
 from benchmarks.tpu_cycles.regions import regions
@@ -50,6 +51,42 @@ def test_kernels_take_the_recorded_cycles(libtpu: Path, cases: list[Case]) -> No
         pinned = cycles[version(PINNED)]
         found = list(recorded.differences(pinned, now, recorded.NEW_MARGIN, says_better=False))
     assert not found, "\n".join((f"with libtpu {ours}:", *found, "if that is meant, record it: " + _command(libtpu)))
+
+
+MOST_OF_BOUND = {"v6e": 1.1, "tpu7x": 1.1}
+"""Cycles of the kernel of experts, of those that the memory or the products take."""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(experts.few(), marks=pytest.mark.long, id="few"),
+        pytest.param([case for case in experts.gate() if case not in experts.few()], marks=pytest.mark.deep, id="rest"),
+    ],
+)
+def test_experts_take_the_recorded_cycles(cases: list[ExpertsCase]) -> None:
+    assert PINNED.exists(), f"{PINNED} is missing: make aot"
+    before = recorded.read(recorded.EXPERTS)[version(PINNED)]
+    found = list(recorded.differences(before, [*counted(cases, PINNED)], recorded.MARGIN, says_better=True))
+    command = "python -m benchmarks.tpu_cycles --experts --record"
+    assert not found, "\n".join((*found, f"if that is meant, record it: {command}"))
+
+
+def test_the_page_has_the_record_of_experts_close_to_their_bounds() -> None:
+    numbers = recorded.read(recorded.EXPERTS)[min(recorded.read(recorded.EXPERTS))]
+    assert set(numbers) == {str(case) for case in experts.gate()}
+    assert f"<!-- experts: begin -->\n{experts_table(numbers)}\n<!-- experts: end -->" in PAGE.read_text()
+    for one in numbers.values():
+        bound = max(one["memory_cycles"], one["product_cycles"])
+        assert bound <= one["kernel_cycles"] <= MOST_OF_BOUND[one["generation"]] * bound, one["case"]
+
+
+def test_a_case_of_experts_is_read_as_it_is_written() -> None:
+    for case in experts.gate():
+        assert ExpertsCase.parse(str(case)) == case
+    for text in ("v6e/experts/8", "v4/experts/8of8x2x64x96/int8/8", "v6e/experts/8of8x2x64x96/int4/8"):
+        with pytest.raises(InvalidArgument, match="case"):
+            ExpertsCase.parse(text)
 
 
 def _command(libtpu: Path) -> str:

@@ -394,7 +394,7 @@ def test_families_that_overflow_float16_do_not_run_in_it(name: str) -> None:
 
 def test_the_packaged_models_are_float32_on_every_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "multiplies_bfloat16", lambda: True)
-    for name in (hub.DEMO, hub.DEMO_DRAFT):
+    for name in (hub.DEMO, hub.DEMO_DRAFT, hub.DEMO_CAPTIONER):
         folder = hub.find_folder(name)
         config = hub.read_config(folder)
         assert [

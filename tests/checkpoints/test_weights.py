@@ -296,6 +296,19 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(
     assert str(refusal.value).endswith(f"that are not finite as {dtype}: the first is {said}")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_hosts_find_every_kind_of_number_that_is_not_finite(dtype: str) -> None:
+    values = np.linspace(-60_000, 60_000, 1000).astype(dtype)
+    assert finite_on_host(jnp.asarray(values))
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        values[500] = bad
+        assert not finite_on_host(jnp.asarray(values))
+        assert not finite_on_host(jnp.asarray(np.full(3, bad, dtype)))
+    assert finite_on_host(jnp.full(3, jnp.finfo(dtype).min, dtype))
+    assert finite_on_host(jnp.full(3, jnp.finfo(dtype).max, dtype))
+    assert finite_on_host(jnp.zeros((0, 3), dtype))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", [0, 299_999, None])
 def test_hosts_and_devices_find_the_same_numbers_that_are_not_finite(place: int | None, dtype: str) -> None:

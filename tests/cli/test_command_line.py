@@ -30,6 +30,7 @@ VALUES |= {"default_chat_template_kwargs": '{"enable_thinking": false}'}
 VALUES |= {"reasoning_effort_map": '{"medium": "low"}', "root_path": "/llm"}
 VALUES |= {"hf_overrides": '{"rope_theta": 2e6}'}
 VALUES |= {"override_generation_config": '{"top_k": 9}'}
+VALUES |= {"limit_mm_per_prompt": '{"image": 4}', "allowed_media_domains": ("example.com",)}
 VALUES |= {"speculative_config": '{"method": "suffix"}', "eplb_config": '{"num_redundant_experts": 2}'}
 VALUES |= {"kv_transfer_config": '{"kv_connector": "A", "kv_connector_module_path": "b"}'}
 TOGETHER = (
@@ -316,7 +317,7 @@ def test_generate_prints_json_in_the_order_of_the_prompts(capsys, monkeypatch):
                 "cumulative_logprob": -1.5,
             }
         ],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 5, "cached_tokens": 0},
+        "usage": {"prompt_tokens": 1, "completion_tokens": 5, "cached_tokens": 0, "image_tokens": 0},
     }
     assert (second["prompt"], second["prompt_token_ids"]) == (None, [3, 4])
     assert FakeLLM.made == {"model": "folder", "max_num_seqs": 4}

@@ -97,6 +97,7 @@ class Share:
         self.rates: DeviceRates = executor.rates
         self.host_blocks = executor.host_blocks
         self.sleeper: Sleeper | None = None  # the blocks are another executor's
+        self.routed_experts: None = None
 
     @property
     def expert_stats(self) -> None:

@@ -18,6 +18,7 @@ from jpaged.config import (
     PROCESS_OPTIONS,
     EngineConfig,
     LoraOptions,
+    MediaOptions,
     ModelOptions,
     field_names,
     iter_options,
@@ -58,6 +59,7 @@ APART = {
 }
 APART |= {*field_names(LoraOptions), "tool_call_parser", "reasoning_parser", "speculative_config", "kv_disk_space"}
 APART |= {"kv_transfer_config", "state_checkpoint_interval", "enable_prompt_embeds", "enable_return_routed_experts"}
+APART |= {*field_names(MediaOptions)}  # tests/service/test_image_inputs.py, tests/http/test_images.py
 APART |= {"revision", "tokenizer_revision", "download_dir", "hf_token"}
 APART.add("long_prefill_token_threshold")
 APART |= {"chat_template", "trust_request_chat_template", "whitespace_pattern"}

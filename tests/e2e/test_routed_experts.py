@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jpaged import LLM, TokensPrompt
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument
+from jpaged.kernels.experts.routing import route
 from jpaged.models.decoder import modules, shared_kv
 from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
@@ -51,10 +52,9 @@ class Uncached:
     def experts(self, token_ids: Sequence[int], num_prompt: int) -> NDArray[np.integer[Any]]:
         """The experts of each token in every layer, as `route` returns them."""
         seen: list[NDArray[Any]] = []
-        original = modules.route
 
         def watched(*args: Any) -> Any:
-            routes = original(*args)
+            routes = route(*args)
             seen.append(np.asarray(routes.ids_tk))
             return routes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.weights import load_params
+from jpaged.engine.scheduler.output import rope_shifts
 from jpaged.errors import Unsupported
 from jpaged.llm import LLM, TokensPrompt
 from jpaged.models.model import Model
@@ -31,7 +33,7 @@ PROMPTS: Sequence[Sequence[int | np.ndarray]] = [
     [3, 20, 40, 50],
     [3, 20, PICTURES[0], 33, 34],
     [3, 21, 22, PICTURES[1], 60, PICTURES[2], 61],
-    [3, 21, 22, PICTURES[0], 60, PICTURES[2], 61],
+    [3, 21, 22, PICTURES[0], 60, PICTURES[2], 62],
     [PICTURES[2], 4],
 ]
 
@@ -90,12 +92,15 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
         given[span.start : span.stop], is_embed[span.start : span.stop] = span.values_te, True
     positions_t = jnp.arange(length, dtype=jnp.int32)
     embeds = InputEmbeds(jnp.asarray(is_embed), jnp.asarray(given))
-    axes_3t = positions_t - PromptEmbeds(tuple(prompt.spans), ()).rope_shifts(0, length)
+    numbers_t = jnp.where(is_embed, np.cumsum(np.diff(is_embed, prepend=False)), -1)
+    assert model.config.vision is not None
+    attend = functools.partial(dense.attend, images_t=numbers_t if model.config.vision.is_bidirectional else None)
+    axes_3t = positions_t - rope_shifts(PromptEmbeds(tuple(prompt.spans), ()), 0, length)
 
     @jax.jit
     def logits(ids_t: jax.Array) -> jax.Array:
         tokens = TokenBatch(ids_t, positions_t, jnp.full_like(positions_t, length), embeds=embeds, rope_axes_3t=axes_3t)
-        hidden_te, _ = model.run(params, tokens, dense.attend, (), "loop")
+        hidden_te, _ = model.run(params, tokens, attend, (), "loop")
         return model.logits(params, hidden_te)
 
     for _ in range(num_tokens):
@@ -112,6 +117,10 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
         ("mistral3", {"max_num_batched_tokens": 64}),
         ("mistral3", {"tensor_parallel_size": 2}),
         ("mistral3", {"enable_prefix_caching": False}),
+        ("gemma3", {"max_num_batched_tokens": 64}),
+        ("gemma3", {"max_num_batched_tokens": 26}),
+        ("gemma3", {"tensor_parallel_size": 2, "num_scheduler_steps": 1, "max_num_batched_tokens": 32}),
+        ("gemma3", {"attention_backend": "xla", "max_num_batched_tokens": 40}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"context_parallel_size": 2}),
         ("qwen2_5_vl", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 16}),

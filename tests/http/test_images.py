@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,6 +18,7 @@ from PIL import Image
 
 from jpaged.testing import FakeVision, with_embeds
 from tests.http.generate.asking import GREEDY, PAST_THE_END, asking, text_of
+from tests.service.broken_images import broken
 
 SIZE = FakeVision.patch_size
 LONG: Any = {"max_model_len": 128, "num_blocks": 64}
@@ -64,7 +68,7 @@ async def test_an_image_takes_the_place_of_its_part(given: str) -> None:
 
 async def test_other_apis_take_the_same_image() -> None:
     """Anthropic's blocks, also in results of tools, and items of Responses give the tokens of the same text."""
-    async with seeing() as (harness, client), httpx2.AsyncClient(base_url=harness.http_url) as http:
+    async with seeing() as (harness, client), httpx2.AsyncClient(base_url=harness.http_url, timeout=60) as http:
         picture = base64.b64encode(png("ab")).decode()
         source = {"type": "base64", "media_type": "image/png", "data": picture}
         block = {"type": "image", "source": source}
@@ -127,3 +131,57 @@ async def test_an_image_that_cannot_be_read_is_named(part: Any, problem: str | N
         with pytest.raises(openai.BadRequestError) as caught:
             await say(client, [part])
         assert problem in caught.value.body["message"]  # type: ignore[index]
+
+
+async def test_images_are_counted_in_usage_and_metrics() -> None:
+    async with seeing(metrics_port=0) as (harness, client), httpx2.AsyncClient(timeout=60) as http:
+        for cached in (0, 16):
+            answer = await say(client, [image(data_uri("abcd")), image(data_uri("e"))])
+            details = answer.usage.prompt_tokens_details
+            assert details.model_dump()["multimodal_tokens"] == {"image": 7}
+            assert details.cached_tokens >= cached
+        plain = await say(client, "hey")
+        assert "multimodal_tokens" not in plain.usage.prompt_tokens_details.model_dump()
+        scraped = (await http.get(f"{harness.http_url}/metrics")).text
+        for name, value in (
+            ("vllm:mm_cache_queries_total", 4),
+            ("vllm:mm_cache_hits_total", 2),
+            ("jpaged:image_prompt_tokens_total", 14),
+            ("jpaged:images_encoded_total", 2),
+            ("jpaged:image_cache_bytes", 5 * 2 * 4),
+        ):
+            assert f'{name}{{model_name="fake"}} {float(value)}' in scraped
+
+
+async def test_other_images_in_the_same_places_share_no_blocks() -> None:
+    async with seeing() as (_, client):
+        for letters in ("abcdefgh", "abcdefgx", "xbcdefgh", "abcdefgh"):
+            answer = await say(client, [image(data_uri(letters))])
+            assert answer.choices[0].message.content == expected([f"{letters}\n"])
+
+
+@pytest.mark.long
+async def test_three_hundred_broken_files_are_refused_while_others_are_answered() -> None:
+    """Each is a 400 that names the part, or a picture after all; memory is returned, and nothing waits for ever."""
+    before, num_refused = resident_bytes(), 0
+    async with seeing(max_request_size=16.0) as (_, client):
+
+        async def send(content: bytes) -> bool:
+            uri = "data:image/png;base64," + base64.b64encode(content).decode()
+            try:
+                await say(client, [image(uri)], num_tokens=1)
+            except openai.BadRequestError as error:
+                return "messages[0].content[0].image_url" in error.message
+            return False
+
+        files = list(broken(300))
+        for start in range(0, len(files), 20):
+            answers = await asyncio.gather(*map(send, files[start : start + 20]), say(client, "hey"))
+            assert answers[-1].choices[0].message.content == text_of("user: hey\nassistant: ", 8)
+            num_refused += sum(answers[:-1])
+        assert num_refused >= 200
+        assert resident_bytes() - before < 256 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

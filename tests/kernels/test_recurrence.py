@@ -240,7 +240,8 @@ def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply,
     """The equations of equal keys have an inverse with small numbers; powers of their matrix are as large as 1e17."""
     rng = np.random.default_rng(2)
     _, reference, shapes = RULES[rule]
-    parts = [np.repeat(x, BLOCK_LEN, axis=0) for x in sequence_of(shapes, 1, rng)]
+    num_tokens = 2 * BLOCK_LEN + 9
+    parts = [np.repeat(x, num_tokens, axis=0) for x in sequence_of(shapes, 1, rng)]
     for name, x in zip(shapes, parts, strict=True):
         if name == "k":
             x[:] = x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -250,7 +251,7 @@ def test_blocks_equal_the_recurrence_if_tokens_repeat_or_decay_fast(step: Apply,
             x[5] = 1e-30  # later decays must keep their digits
             x[6:, 1] = 0.999
     state = rng.normal(size=(1, *STATE)).astype(np.float32)
-    o, after = step(rule, parts, state, [0, BLOCK_LEN], BLOCK_LEN, KERNELS["blocks"])
+    o, after = step(rule, parts, state, [0, num_tokens], num_tokens, KERNELS["blocks"])
     expected, expected_state = reference(*parts, state[0])
     np.testing.assert_allclose(o, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(after[0], expected_state, rtol=0, atol=1e-5 * np.abs(expected_state).max())

@@ -21,15 +21,21 @@ def attend(
     carry: tuple,
     place: LayerPlace,
     sinks_h: jax.Array | None = None,
+    images_t: jax.Array | None = None,
 ):
     """Every token sees itself and those before it, as far as the layer's window goes, and sinks; nothing is kept.
+
+    Tokens with the same number of an image, from 0, see each other, also later ones.
 
     Keys without values are seen as values, too: what begins with them comes out at the beginning.
     """
     v_tkd = k_tkd if v_tkd is None else v_tkd
     kind, (queries, keys) = place.attention, jnp.indices((len(q_thd), len(k_tkd)))
     is_near = queries - keys < (kind.sliding_window or len(k_tkd))
-    is_seen = (keys <= queries) & (is_near | (keys < kind.num_sink_tokens))
+    is_seen = keys <= queries
+    if images_t is not None:
+        is_seen |= (images_t[:, None] == images_t) & (images_t >= 0)
+    is_seen &= is_near | (keys < kind.num_sink_tokens)
     group = q_thd.shape[1] // k_tkd.shape[1]
     k_thd, v_thd = jnp.repeat(k_tkd, group, axis=1), jnp.repeat(v_tkd, group, axis=1)
     scores = jnp.einsum("thd,shd->hts", q_thd, k_thd, preferred_element_type=jnp.float32) * kind.scale

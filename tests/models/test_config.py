@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from jpaged.checkpoints.names import is_ignored
-from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.errors import InvalidArgument, JpagedError, Unsupported
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.families.opt.config import OptConfig
 from jpaged.models.hf_config import from_hf, to_hf
@@ -673,3 +673,24 @@ def test_encoders_are_read_and_written(
     assert found.max_model_len == max_model_len
     assert [kind.sliding_window for kind in found.attention_kinds] == windows
     assert from_hf(to_hf(found)) == found
+
+
+def test_nomic_models_of_other_forms_are_refused_by_name() -> None:
+    others = {
+        "prenorm": True,
+        "use_rms_norm": True,
+        "rotary_emb_fraction": 0.5,
+        "rotary_emb_interleaved": True,
+        "rotary_emb_scale_base": 512,
+        "rotary_scaling_factor": 2,
+        "qkv_proj_bias": True,
+        "mlp_fc1_bias": True,
+        "mlp_fc2_bias": True,
+        "parallel_block": True,
+        "scale_attn_by_inverse_layer_idx": True,
+        "scale_attn_weights": False,
+        "activation_function": "gelu",
+    }
+    for name, value in others.items():
+        with pytest.raises(JpagedError, match=name):
+            from_hf({"architectures": ["NomicBertModel"], **PUBLISHED_NOMIC, name: value})

@@ -86,7 +86,36 @@ CASES = {
     },
 }
 PREPROCESSORS = {"qwen2_5_vl": {"min_pixels": 512, "max_pixels": 1024}}
-VOCABULARY = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+CASES = {
+    **CASES,
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "image_token_index": 10,
+        "boi_token_index": 14,
+        "eoi_token_index": 15,
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "patch_size": 4,
+            "image_size": 32,
+        },
+        "text_config": {
+            **TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    },
+}
+VOCABULARY = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13, "\n": 16, "\n\n": 17, "\n\n\n": 18}
 """Tokens that processors look up."""
 
 

@@ -50,7 +50,7 @@ POLICY_FAULTS = (
     Fault(
         "a prompt next to streamed requests takes the whole token budget",
         "scheduler/scheduler.py",
-        "budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)",
+        "budget = max(least, self.prefill_budget.within(budget, context_lens, queues.running, prefilling))",
         "self.prefill_budget.within(budget, context_lens, queues.running, prefilling)",
         PACE,
     ),

@@ -38,7 +38,8 @@ async def test_both_protocols_return_the_same(monkeypatch: pytest.MonkeyPatch) -
         (one,) = (await client.complete(prompt_token_ids=PROMPT, sampling=GREEDY)).outputs
         want = one.routed_experts
         assert want is not None
-        assert (want.shape, want.dtype) == ((8, 3, 2), np.uint8)
+        assert want.shape == (8, 3, 2)
+        assert want.dtype == np.uint8
         assert want[:, 1:].any()
         cut = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, routed_experts_prompt_start=5)
         (one,) = (await client.complete(prompt_token_ids=PROMPT, sampling=cut)).outputs

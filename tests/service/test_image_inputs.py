@@ -136,8 +136,8 @@ def test_images_that_wait_together_share_a_call_and_equal_ones_are_encoded_once(
 
 
 def test_tenants_and_salts_share_no_encoded_images() -> None:
-    vision = FakeVision()
-    inputs, version = make(vision, weight_version=lambda: version[0]), ["0"]
+    vision, version = FakeVision(), ["0"]
+    inputs = make(vision, weight_version=lambda: version[0])
     images = read(inputs, letters("ab"))
     for tenant, salt in (("", ""), ("a", ""), ("a", "s"), ("", ""), ("a", "s")):
         assert encode(inputs, images, tenant, salt) == [b"ab"]

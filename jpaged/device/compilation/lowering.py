@@ -29,6 +29,7 @@ from jpaged.device.compilation.compile import TELLS, ProgramSpec, compiler_optio
 from jpaged.device.compilation.executable_cache import ExecutableCache
 from jpaged.device.compilation.memory_plan import (
     GRAPH_NODE_BYTES,
+    EncoderBytes,
     PoolRequest,
     ProgramMemory,
     ProgramReport,
@@ -133,6 +134,7 @@ def _sized_step(
     num_parts, num_contexts, dp_size = num_shards(mesh), num_context_parts(mesh), get_dp_size(model.config, mesh)
     attention = DeviceAttention.on(model, options, mesh)
     chosen = attention.choose(sizes := attention.sizes())
+    model = _without_refused(model, options, sizes)
     vocab_size, model = model.config.vocab_size, _placed_model(model, options, layer_mode, mesh)
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
@@ -158,10 +160,7 @@ def _sized_step(
         dp_size=dp_size,
         num_aux=_num_aux(sizes, config, first_device(mesh).platform),
         is_encoder=config.is_encoder,
-        embed_width=(embed_width := _embed_width(config, options)),
-        has_rope_shifts=bool(embed_width) and config.has_rope_axes,
-        has_prompt_embeds=options.model.enable_prompt_embeds or not embed_width,
-        embed_max=_largest_number(model.dtype) if embed_width else 0.0,
+        **_embed_fields(model, options),
         state_bytes=(state_bytes := count_state_bytes(config.layer_kinds, model.dtype)),
         state_checkpoint_interval=state_checkpoint_interval(
             options.cache,
@@ -310,10 +309,49 @@ def _largest_number(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
-def takes_images(config: ModelConfig, options: EngineConfig) -> bool:
-    """Return True if requests may have images: the model has a vision encoder, and no option prevents its use."""
-    has_processes = (options.parallel.num_processes or 1) > 1
-    return bool(config.vision is not None and config.embed_width and not has_processes and not options.has_draft)
+def takes_images(config: ModelConfig, options: EngineConfig, sizes: StepSizes | None = None) -> bool:
+    """Return True if requests may have images: the model has a vision encoder, and no option prevents its use.
+
+    Args:
+        sizes: of steps, which must have room for an image that is computed as a whole.
+    """
+    parallel, vision = options.parallel, config.vision
+    if vision is None or not config.embed_width or (parallel.num_processes or 1) > 1 or options.has_draft:
+        return False
+    if not vision.is_bidirectional:
+        return True
+    is_split = parallel.context_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or parallel.enable_dp_attention
+    if is_split or options.model.enable_prompt_embeds:
+        return False
+    return sizes is None or vision.num_tokens <= sizes.max_num_batched_tokens - sizes.max_num_seqs
+
+
+def get_encoder_bytes(model: Model, options: EngineConfig) -> EncoderBytes:
+    """Return the memory of a model's vision encoder; zero if images are refused."""
+    if model.config.vision is None or not takes_images(model.config, options):
+        return EncoderBytes(0, 0)
+    from jpaged.device.vision import encoder_bytes  # only of models that have one
+
+    return encoder_bytes(model.config.vision, model.dtype)
+
+
+def _without_refused(model: Model, options: EngineConfig, sizes: StepSizes) -> Model:
+    """Return the model without its vision encoder if images are refused."""
+    if model.config.vision is None or takes_images(model.config, options, sizes):
+        return model
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, vision=None))
+
+
+def _embed_fields(model: Model, options: EngineConfig) -> dict[str, Any]:
+    """Return the fields of `Geometry` about input embeddings and images."""
+    config, width = model.config, _embed_width(model.config, options)
+    return {
+        "embed_width": width,
+        "embed_max": _largest_number(model.dtype) if width else 0.0,
+        "has_prompt_embeds": options.model.enable_prompt_embeds or not width,
+        "has_rope_shifts": bool(width) and config.has_rope_axes,
+        "image_tokens": 0 if config.vision is None else config.vision.num_whole_tokens,
+    }
 
 
 def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
@@ -323,7 +361,7 @@ def _embed_width(config: ModelConfig, options: EngineConfig) -> int:
         InvalidArgument: the model does not take any.
     """
     if not options.model.enable_prompt_embeds:
-        return config.embed_width if takes_images(config, options) else 0
+        return config.embed_width if config.vision is not None else 0
     if config.is_encoder or not config.embed_width:
         reason = "generates nothing" if config.is_encoder else "has inputs of each layer that only tokens have"
         raise InvalidArgument("enable_prompt_embeds", f"True, but {config.architecture} {reason}")

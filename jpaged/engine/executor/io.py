@@ -274,8 +274,10 @@ class Geometry:
         num_draft_states: slots of recurrent state for the draft tokens of rounds, beyond those of sequences.
         is_encoder: a prompt is computed in one step, which pools its hidden states; nothing is generated.
         embed_width: width of input embeddings, which may replace tokens of a step (E); 0 without any.
+        image_tokens: tokens of an image, which see each other and so are computed in one step; 0 if a step may end
+            inside an image.
         has_rope_shifts: rotary embedding has three positions for each token; see `StepInputs.rope_shifts_3t`.
-        has_prompt_embeds: requests may have input embeddings of their own; otherwise only images have some.
+        has_prompt_embeds: requests may have input embeddings; otherwise only images have some.
         embed_max: largest absolute value of these.
     """
 
@@ -303,6 +305,7 @@ class Geometry:
     embed_width: int = 0
     has_prompt_embeds: bool = True
     has_rope_shifts: bool = False
+    image_tokens: int = 0
     embed_max: float = 0.0
 
     @property

@@ -790,10 +790,9 @@ class OutputProcessor:
 
 
 def _usage(group: SequenceGroup) -> Usage:
-    usage = Usage(len(group.request.prompt_token_ids), group.num_sampled_tokens, group.num_cached_tokens or 0)
-    if (embeds := group.request.embeds) is not None:
-        usage.image_tokens = embeds.num_image_tokens
-    return usage
+    num_tokens, embeds = len(group.request.prompt_token_ids), group.request.embeds
+    num_image_tokens = 0 if embeds is None else embeds.num_image_tokens
+    return Usage(num_tokens, group.num_sampled_tokens, group.num_cached_tokens or 0, num_image_tokens)
 
 
 def _with_rankers(

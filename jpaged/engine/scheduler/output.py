@@ -37,7 +37,7 @@ from jpaged.engine.scheduler.decode_batch import DecodeBatch, StepKind
 from jpaged.engine.scheduler.logits_processors import LogitsProcessorState, ProcessedRow
 from jpaged.engine.sequence import Sequence, SequenceGroup, Status
 from jpaged.structured import GrammarState
-from jpaged.types import POOLINGS
+from jpaged.types import POOLINGS, PromptEmbeds
 
 
 @dataclass(slots=True)
@@ -634,6 +634,26 @@ def _poolings(schedule: SchedulerOutput, max_rows: int) -> tuple[I32, I32]:
     return _padded(poolings, max_rows), _padded(starts, max_rows)
 
 
+def rope_shifts(embeds: PromptEmbeds, start: int, stop: int) -> I32:
+    """Return what to subtract from positions `start` to `stop` for rotary embedding: `[3, tokens]`.
+
+    The three are for time, row and column, as in Qwen2-VL (Wang et al. 2024).
+    """
+    found, shift = np.zeros((3, stop - start), np.int32), 0
+    for span in embeds.spans:
+        if span.rope_grid is None:
+            continue
+        rows, columns = span.rope_grid
+        places = np.arange(rows * columns)
+        shifts = shift + places - np.stack([np.zeros_like(places), places // columns, places % columns])
+        shift += rows * columns - max(rows, columns)
+        begin, end = max(span.start, start), min(span.stop, stop)
+        if begin < end:
+            found[:, begin - start : end - start] = shifts[:, begin - span.start : end - span.start]
+        found[:, max(0, span.stop - start) :] = shift
+    return found
+
+
 def _rope_shifts(schedule: SchedulerOutput, starts: I32, num_padded: int) -> I32:
     """Return the shifts of positions of a step; those of padding are 0.
 
@@ -650,7 +670,7 @@ def _rope_shifts(schedule: SchedulerOutput, starts: I32, num_padded: int) -> I32
         row = schedule.rows[row_index - len(decodes)]
         if (embeds := row.group.request.embeds) is not None:
             stop = row.start + row.num_tokens
-            shifts_3t[:, begin : begin + row.num_tokens] = embeds.rope_shifts(row.start, stop)
+            shifts_3t[:, begin : begin + row.num_tokens] = rope_shifts(embeds, row.start, stop)
     return shifts_3t
 
 

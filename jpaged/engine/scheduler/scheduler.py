@@ -504,7 +504,8 @@ class Scheduler:
         if self.prefill_budget is not None and has_prompts and len(prefilling) < len(queues.running):
             others = [sequence for group in parts.keys() - prefilling for sequence, _ in parts[group]]
             context_lens = [*(self.rows.lens_s + 1).tolist(), *(sequence.num_tokens for sequence in others)]
-            budget = self.prefill_budget.within(budget, context_lens, queues.running, prefilling)
+            least = min(budget, self._geometry.image_tokens)
+            budget = max(least, self.prefill_budget.within(budget, context_lens, queues.running, prefilling))
         for group in prefilling:
             parts[group] = self._within(budget, group, parts[group])
             budget -= _num_tokens(parts[group])
@@ -512,8 +513,16 @@ class Scheduler:
         return parts, budget
 
     def _within(self, budget: int, group: SequenceGroup, pending: Shares) -> Shares:
-        """Cap the tokens of a group to its part of the budget; end a chunk of a prompt where a state is stored."""
+        """Cap the tokens of a group to its part of the budget; end a chunk of a prompt where a state is stored.
+
+        If the tokens of an image see each other, a chunk contains all of them or none.
+        """
         parts = _within(self._limited(budget, group), group, pending)
+        embeds = group.request.embeds
+        if embeds is not None and self._geometry.image_tokens:
+            starts = [(sequence, sequence.num_computed_tokens, num_tokens) for sequence, num_tokens in parts]
+            ends = [(one, embeds.end_outside(start, start + num_tokens) - start) for one, start, num_tokens in starts]
+            parts = [(one, num_tokens) for one, num_tokens in ends if num_tokens]
         prefixes = self._memory.prefixes
         if prefixes is None or prefixes.states is None or len(parts) > 1:
             return parts
@@ -521,7 +530,8 @@ class Scheduler:
 
     def _limited(self, budget: int, group: SequenceGroup) -> int:
         """Return the tokens that a group may have in a step: its rows always sample together."""
-        return min(self._ranks.within(budget, group), max(self._max_prompt_tokens, group.num_rows))
+        most = max(self._max_prompt_tokens, group.num_rows, self._geometry.image_tokens)
+        return min(self._ranks.within(budget, group), most)
 
     def _decode(self, parts: dict[SequenceGroup, Shares], schedule: SchedulerOutput, *, is_alone: bool) -> bool:
         """Schedule the decode batch. Return False, without changes, if its rows and the others do not all find blocks.

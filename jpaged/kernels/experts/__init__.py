@@ -3,6 +3,7 @@
 routing.py      rows of scores -> experts and their weights; rows sorted by expert
 weights.py      the matrices of the experts of a layer, alone or in the array of all layers; the gate function
 sorted_rows.py  the entry point; rows sorted by expert: a grouped matmul on accelerators, a loop over tiles on CPUs
+tpu.py          the kernel of TPUs: from rows to sums, with all matrices of an expert
 cpu/            the kernel that reads packed experts
 """
 

@@ -2,9 +2,9 @@
 
 Rows are sorted by expert: for a grouped matmul on accelerators, and for tiles of one expert each on CPUs.
 
-On TPUs XLA implements `jax.lax.ragged_dot` by a Mosaic kernel whose tiles cover only groups with rows, so that the
-matrices of an expert without rows are not read. On GPUs XLA would multiply every row with every expert. The package's
-own kernels (`jpaged.kernels.matmul.triton`) replace it there.
+On TPUs a kernel computes all of it (`jpaged.kernels.experts.tpu`). For what it does not support, XLA implements
+`jax.lax.ragged_dot` by a Mosaic kernel, which reads no matrix of an expert without rows. On GPUs XLA would multiply
+every row with every expert. The package's own kernels (`jpaged.kernels.matmul.triton`) replace it there.
 
 The loop over the used tiles reads no expert without rows either:
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.experts import tpu as experts_tpu
 from jpaged.kernels.experts.cpu.experts import loaded
 from jpaged.kernels.experts.routing import Routes, SortedRows
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join, placed
@@ -176,7 +177,7 @@ def sum_experts(
     """Compute `apply_experts` without the last bias, on one device.
 
     Packed matrices are read by the CPU kernel whatever the backend. Quantized ones are multiplied in a loop, unless the
-    GPU kernel (backend triton or cuda) or the TPU kernel of grouped matmuls (backend ragged) supports them.
+    GPU kernel (backend triton or cuda) or a TPU kernel (backend ragged) supports them.
     """
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
@@ -184,6 +185,8 @@ def sum_experts(
         return apply_tiles(x_te, routes, weights, gate)
     if backend in ("triton", "cuda") and takes_all(weights, backend):
         return apply_grouped(x_te, routes, weights, gate, functools.partial(multiply_sorted, backend=backend))
+    if backend == "ragged" and (form := experts_tpu.find_form(x_te, routes, weights, gate)) is not None:
+        return experts_tpu.apply(x_te, routes, weights, form)
     if backend == "ragged" and _takes_all_on_tpu(weights):
         return apply_grouped(x_te, routes, weights, gate, tpu.multiply_sorted)
     if backend != "ragged" or isinstance(flat(weights.gate)[0], QuantizedMatrix):

@@ -39,6 +39,7 @@ Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ import jax.numpy as jnp
 
 from jpaged.config import Backend
 from jpaged.errors import InternalError
+from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.paged_attention.api import implementation, paged_attention, paged_attention_update, prepare_rows
 from jpaged.kernels.paged_attention.spec import (
     Attended,
@@ -62,6 +64,58 @@ from jpaged.kernels.paged_attention.spec import (
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Shaped
+
+
+def attend_ahead(
+    q_thd: Float[Array, "T H D"],
+    k_tkd: Float[Array, "T K D"],
+    v_tkd: Float[Array, "T K D"],
+    images_t: Int[Array, "T"],
+    image_tokens: int,
+    kind: AttentionKind,
+) -> Attended:
+    """Return attention of the tokens of images over later tokens of the same image, in the same step.
+
+    Merged with causal attention, the tokens of an image see each other. Blocks as long as an image attend to
+    themselves and the next block.
+
+    Args:
+        images_t: number of each token's image; -1 for text.
+        image_tokens: maximum tokens of an image.
+    """
+    num_tokens, num_heads, head_dim = q_thd.shape
+    num_kv_heads, size = k_tkd.shape[1], min(image_tokens, num_tokens)
+    num_blocks = -(-num_tokens // size)
+    short = num_blocks * size - num_tokens
+
+    def blocks(x: jax.Array, fill: float = 0.0) -> jax.Array:
+        padded = jnp.pad(x, ((0, short), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
+        return padded.reshape(num_blocks, size, *x.shape[1:])
+
+    def pairs(x: jax.Array, fill: float = 0.0) -> jax.Array:
+        own = blocks(x, fill)
+        following = jnp.concatenate([own[1:], jnp.full_like(own[:1], fill)])
+        return jnp.concatenate([own, following], axis=1)
+
+    q_nbkgd = blocks(q_thd).reshape(num_blocks, size, num_kv_heads, -1, head_dim)
+    precision = jax.lax.Precision.HIGHEST if q_thd.dtype == jnp.float32 else None
+    multiply = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = multiply("nbkgd,nskd->nkgbs", q_nbkgd, pairs(k_tkd.astype(q_thd.dtype))) * kind.scale
+    if kind.soft_cap is not None:
+        scores = kind.soft_cap * jnp.tanh(scores / kind.soft_cap)
+    own_nb, seen_ns = blocks(images_t, -1), pairs(images_t, -1)
+    is_later_bs = jnp.arange(2 * size) > jnp.arange(size)[:, None]
+    is_seen_nbs = (own_nb[:, :, None] == seen_ns[:, None]) & (own_nb[:, :, None] >= 0) & is_later_bs
+    scores = jnp.where(is_seen_nbs[:, None, None], scores, -jnp.inf)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
+    total = weights.sum(axis=-1, keepdims=True)
+    shares = (weights / jnp.where(total > 0, total, 1)).astype(q_thd.dtype)
+    o_nbkgd = multiply("nkgbs,nskd->nbkgd", shares, pairs(v_tkd.astype(q_thd.dtype)))
+    lse_nkgb = (highest + jnp.log(total))[..., 0]
+    o_thd = o_nbkgd.reshape(-1, num_heads, head_dim)[:num_tokens].astype(q_thd.dtype)
+    lse_th = lse_nkgb.transpose(0, 3, 1, 2).reshape(-1, num_heads)[:num_tokens]
+    return o_thd, lse_th
 
 
 @jax.tree_util.register_dataclass

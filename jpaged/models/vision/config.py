@@ -139,9 +139,45 @@ def _read_qwen(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> Visi
     )
 
 
+def _read_siglip(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> VisionConfig:
+    """Read SigLIP (Zhai et al. 2023) as Gemma 3 uses it: every image has one size, and rows are means of patches."""
+    fields.only("model_type", "siglip_vision_model", why="the supported encoder of this model is SigLIP")
+    fields.ignore(("vision_use_head", "projection_dim", "projector_hidden_act", "use_bidirectional_attention"))
+    image_size, patch_size = fields.integer("image_size", 224), fields.integer("patch_size", 16)
+    num_tokens, edge = whole.integer("mm_tokens_per_image", 256), image_size // patch_size
+    side = math.isqrt(num_tokens)
+    if side**2 != num_tokens or edge % side:
+        raise whole.bad("mm_tokens_per_image", f"is {num_tokens}; an image of {edge} x {edge} patches cannot have it")
+    ids = [
+        whole.integer(
+            f"{name}_token_id" if whole.has(f"{name}_token_id") else f"{name}_token_index", default, minimum=0
+        )
+        for name, default in (("boi", 255999), ("eoi", 256000))
+    ]
+    return VisionConfig(
+        kind="siglip",
+        hidden_size=fields.integer("hidden_size", 768, maximum=MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 3072, maximum=MAX_WIDTH),
+        num_layers=fields.integer("num_hidden_layers", 12, maximum=MAX_LAYERS),
+        num_heads=fields.integer("num_attention_heads", 12),
+        num_channels=fields.integer("num_channels", 3, minimum=3, maximum=3),
+        patch_size=patch_size,
+        image_size=image_size,
+        merge_size=edge // side,
+        out_size=text.hidden_size,
+        activation=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=(eps := fields.number("layer_norm_eps", 1e-6)),
+        image_token_id=_read_image_token(whole, 262144, text),
+        begin_token_id=ids[0],
+        end_token_id=ids[1],
+        projector_eps=eps,
+    )
+
+
 _Reader = Callable[[JsonFields, JsonFields, ModelConfig], VisionConfig]
 _READERS: Mapping[str, _Reader] = {
     "Mistral3ForConditionalGeneration": _read_pixtral,
+    "Gemma3ForConditionalGeneration": _read_siglip,
     "LlavaForConditionalGeneration": _read_pixtral,
     "Qwen2_5_VLForConditionalGeneration": _read_qwen,
 }
@@ -168,19 +204,24 @@ def vision_leaves(config: VisionConfig, stored: Collection[str] = ()) -> VisionL
     """
     leaves = _LEAVES[config.kind](config)
     ((first, _),) = leaves.outer[0].tensors
+    old = "vision_tower.vision_model."
+    if config.kind == "siglip" and any(old in name for name in stored):
+        leaves = _renamed(leaves, lambda name: name.replace("vision_tower.", old))
+        ((first, _),) = leaves.outer[0].tensors
     if not stored or first in stored:
         return leaves
     found = [name for name in stored if name.endswith(f".{first}")]
     if len(found) != 1:
         raise InvalidArgument("checkpoint", f"has {len(found)} tensors {first} of a vision encoder, not one")
-    return _with_prefix(leaves, found[0].removesuffix(first))
+    prefix = found[0].removesuffix(first)
+    return _renamed(leaves, lambda name: prefix + name)
 
 
-def _with_prefix(leaves: VisionLeaves, prefix: str) -> VisionLeaves:
-    def prefixed(leaf: Leaf) -> Leaf:
-        return dataclasses.replace(leaf, tensors=tuple((prefix + name, shape) for name, shape in leaf.tensors))
+def _renamed(leaves: VisionLeaves, rename: Callable[[str], str]) -> VisionLeaves:
+    def renamed(leaf: Leaf) -> Leaf:
+        return dataclasses.replace(leaf, tensors=tuple((rename(name), shape) for name, shape in leaf.tensors))
 
-    return VisionLeaves(list(map(prefixed, leaves.outer)), [list(map(prefixed, layer)) for layer in leaves.layers])
+    return VisionLeaves(list(map(renamed, leaves.outer)), [list(map(renamed, layer)) for layer in leaves.layers])
 
 
 def _pixtral_leaves(config: VisionConfig) -> VisionLeaves:
@@ -239,14 +280,58 @@ def _qwen_leaves(config: VisionConfig) -> VisionLeaves:
     return VisionLeaves(outer, layers)
 
 
+def _siglip_leaves(config: VisionConfig) -> VisionLeaves:
+    width, between, tower = config.hidden_size, config.intermediate_size, "vision_tower."
+    projector, num_places = "multi_modal_projector.", (config.image_size // config.patch_size) ** 2
+    embeddings = f"{tower}embeddings."
+    outer = [
+        _patch_kernel(config, f"{embeddings}patch_embedding"),
+        _vector(("patch", "bias"), f"{embeddings}patch_embedding.bias", width),
+        same(("positions",), f"{embeddings}position_embedding.weight", (None, None), (num_places, width)),
+        *_layer_norm("post_norm", f"{tower}post_layernorm", width),
+        _offset_norm("pooled_norm", f"{projector}mm_soft_emb_norm.weight", width),
+        same(("linear_1", "kernel"), f"{projector}mm_input_projection_weight", (None, None), (width, config.out_size)),
+    ]
+    layers = []
+    for prefix in (f"{tower}encoder.layers.{i}." for i in range(config.num_layers)):
+        layers.append(
+            [
+                *_layer_norm("attention_norm", f"{prefix}layer_norm1", width),
+                *_projections([f"{prefix}self_attn.{part}_proj" for part in "qkv"], width, has_bias=True),
+                *_linear("out", f"{prefix}self_attn.out_proj", width, width, has_bias=True),
+                *_layer_norm("mlp_norm", f"{prefix}layer_norm2", width),
+                *_linear("up", f"{prefix}mlp.fc1", width, between, has_bias=True),
+                *_linear("down", f"{prefix}mlp.fc2", between, width, has_bias=True),
+            ]
+        )
+    return VisionLeaves(outer, layers)
+
+
 _LEAVES: Mapping[str, Callable[[VisionConfig], VisionLeaves]] = {
     "pixtral": _pixtral_leaves,
     "qwen2_5_vl": _qwen_leaves,
+    "siglip": _siglip_leaves,
 }
 
 
 def _vector(path: tuple[str, ...], name: str, width: int) -> Leaf:
     return same(path, name, (None,), (width,))
+
+
+def _layer_norm(place: str, name: str, width: int) -> list[Leaf]:
+    return [
+        _vector((place, "scale"), f"{name}.weight", width),
+        _vector((place, "bias"), f"{name}.bias", width),
+    ]
+
+
+def _offset_norm(place: str, name: str, width: int) -> Leaf:
+    """Return the scale of a norm whose stored weight is the scale less 1, in float32: it has more digits."""
+
+    def pack(tensors: Sequence[np.ndarray], leaf: np.ndarray) -> None:
+        leaf[...] = tensors[0].astype(np.float32) + 1
+
+    return Leaf((place, "scale"), (None,), (width,), ((name, (width,)),), pack, (0,), dtype=np.dtype(np.float32))
 
 
 def _linear(place: str, name: str, width: int, out: int, *, has_bias: bool) -> list[Leaf]:

@@ -20,9 +20,11 @@ from jpaged.models.json_fields import JsonFields
 from jpaged.types import PreparedImage
 
 FIELD = "image"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _BILINEAR, _BICUBIC = 2, 3
 _MAX_RATIO = 200
+_MAX_NEWLINES = 32
 _WITH_ROPE_GRID = ("qwen2_5_vl",)
 """Encoders of models whose rotary positions in an image are rows and columns."""
 _NAMES = (
@@ -101,6 +103,10 @@ class PatchProcessor(abc.ABC):
         self.max_patches = min(max_patches, MAX_PATCHES)
         self._config = config
         self._scale = scale
+
+    def join(self, first: int, second: int) -> int | None:
+        """Return the token of two adjacent ones at an image's edge, if the tokenizer has one token for their text."""
+        return None
 
     @abc.abstractmethod
     def _fit(self, height: int, width: int) -> tuple[int, int]:
@@ -257,9 +263,59 @@ class QwenProcessor(PatchProcessor):
         return [self._config.image_token_id] * (rows * columns)
 
 
+class SiglipProcessor(PatchProcessor):
+    """Image processor of Gemma 3: every image becomes a square, and its tokens stand between empty lines.
+
+    Args:
+        newlines: tokens of 1, 2, ... line breaks, by their number.
+    """
+
+    def __init__(self, config: VisionConfig, scale: PixelScale, newlines: Mapping[int, int]) -> None:
+        super().__init__(config, scale)
+        assert config.begin_token_id is not None
+        self.placeholder_id = config.begin_token_id
+        self._newlines = newlines
+        self._lengths = {token_id: length for length, token_id in newlines.items()}
+
+    @classmethod
+    def read(
+        cls, config: VisionConfig, fields: JsonFields, processor: JsonFields, vocabulary: Mapping[str, int]
+    ) -> SiglipProcessor:
+        """Read the files of a checkpoint; see `read_processor`."""
+        half = (0.5, 0.5, 0.5)
+        scale = PixelScale.read(fields, _BILINEAR, half, half)
+        for part in (fields, processor):
+            part.only("do_pan_and_scan", False, why="pan and scan is not supported: an image is one square")
+        size = JsonFields(fields.mapping("size"), f"{fields.name} size")
+        for key in ("height", "width"):
+            size.only(key, config.image_size, why=f"the encoder takes {config.image_size}")
+        processor.only("image_seq_length", config.num_tokens, why=f"the encoder makes {config.num_tokens}")
+        newlines = {n: vocabulary["\n" * n] for n in range(1, _MAX_NEWLINES) if "\n" * n in vocabulary}
+        if 2 not in newlines:
+            raise Unsupported("the tokenizer has no token of two line breaks")
+        return cls(config, scale, newlines)
+
+    def join(self, first: int, second: int) -> int | None:
+        """See `PatchProcessor`."""
+        if first not in self._lengths or second not in self._lengths:
+            return None
+        return self._newlines.get(self._lengths[first] + self._lengths[second])
+
+    def _fit(self, height: int, width: int) -> tuple[int, int]:
+        return self._config.image_size, self._config.image_size
+
+    def _tokens(self, rows: int, columns: int) -> list[int]:
+        config, space = self._config, self._newlines[2]
+        assert config.begin_token_id is not None
+        assert config.end_token_id is not None
+        image = [config.image_token_id] * (rows * columns)
+        return [space, config.begin_token_id, *image, config.end_token_id, space]
+
+
 _READERS: Mapping[str, Callable[[VisionConfig, JsonFields, JsonFields, Mapping[str, int]], PatchProcessor]] = {
     "pixtral": PixtralProcessor.read,
     "qwen2_5_vl": QwenProcessor.read,
+    "siglip": SiglipProcessor.read,
 }
 
 

@@ -60,6 +60,9 @@ def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.
     """Return the input embeddings `[P / m^2, E]` of the output rows, in float32."""
     dtype = params["patch"]["kernel"].dtype
     x_pw = _linear(patches.values_pe.astype(dtype), params["patch"])
+    if "positions" in params:
+        edge = config.image_size // config.patch_size
+        x_pw = x_pw + params["positions"][patches.positions_p2 @ np.array([edge, 1], np.int32)]
     if "pre_norm" in params:
         x_pw = _norm(x_pw, params["pre_norm"], config.norm_eps)
     angles = _cos_sin(patches.positions_p2, config) if config.rope_theta else None
@@ -117,6 +120,10 @@ def _attend(q_phd: jax.Array, k_phd: jax.Array, v_phd: jax.Array, groups_p: jax.
 
 def _project(x_pw: jax.Array, params: Params, config: VisionConfig) -> jax.Array:
     """Return the output rows from the last layer's states."""
+    if "pooled_norm" in params:
+        x_pw = _norm(x_pw, params["post_norm"], config.norm_eps)
+        x = x_pw.astype(jnp.float32).reshape(-1, config.num_merged, x_pw.shape[1]).mean(axis=1).astype(x_pw.dtype)
+        return _linear(_norm(x, params["pooled_norm"], config.projector_eps), params["linear_1"])
     if "merge_norm" in params:
         x_pw = _norm(x_pw, params["merge_norm"], config.projector_eps)
     x = x_pw.reshape(len(x_pw) // config.num_merged, -1)

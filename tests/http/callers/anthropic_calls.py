@@ -4,12 +4,14 @@ fields         the names of the package's types: fields of bodies, types and fie
 messages       what the clients get for one conversation: synchronous and asynchronous, whole and streamed
 errors         the classes and statuses of errors
 claude_code    the usage of each turn of an agent with the bodies and headers of Claude Code
+captions       the streamed descriptions of pictures, whose PNG files are a JSON list in base64: `URL FILE`
 """
 
 import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import anthropic
@@ -227,6 +229,23 @@ def claude_code(url: str) -> list[Any]:
             ]
             if turn == 2:
                 turns.append({"role": "system", "content": [{"type": "text", "text": "The user is waiting."}]})
+    return found
+
+
+def captions(url: str, pictures: str) -> list[str]:
+    """The description of each picture, one after another."""
+    found = []
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        for picture in json.loads(Path(pictures).read_text()):
+            source = {"type": "base64", "media_type": "image/png", "data": picture}
+            content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What is in the picture?"}]
+            with client.messages.stream(
+                model="demo-captioner",
+                max_tokens=12,
+                messages=[{"role": "user", "content": content}],
+                extra_body={"temperature": 0},
+            ) as stream:
+                found.append("".join(stream.text_stream))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged import peers as prefill_module
+from jpaged.server.health import HealthServicer
 from tests.server.harness import Harness, collect, failure_of, request, running
 from tests.server.roles.test_roles import LONG, alone, apart, fake, folded, pair
 
@@ -56,6 +57,73 @@ async def test_a_server_that_takes_too_long_is_taken_for_one_that_is_gone() -> N
         await generated(both.decode, 1)
         assert server.absent_until_s
         both.prefill.faults.release()
+
+
+class StoppedStub:
+    """Calls of a prefill server that sends some messages, and then nothing."""
+
+    def __init__(self, stub: Any, num_messages: int) -> None:
+        self._stub, self._num_left = stub, num_messages
+
+    def Prefill(self, *arguments: Any, **options: Any) -> StoppedStub:
+        self._call = self._stub.Prefill(*arguments, **options)
+        return self
+
+    async def read(self) -> Any:
+        if self._num_left == 0:
+            await asyncio.sleep(3600)
+        self._num_left -= 1
+        return await self._call.read()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@pytest.mark.parametrize(("num_messages", "failed"), [(0, "prefill"), (1, "transfer")])
+async def test_a_server_that_is_stopped_is_left_before_its_timeouts(
+    num_messages: int, failed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, continues = HealthServicer.Check, asyncio.Event()
+
+    async def check_later(*arguments: Any) -> Any:
+        await continues.wait()
+        return await check(*arguments)
+
+    continues.set()
+    monkeypatch.setattr(HealthServicer, "Check", check_later)
+    monkeypatch.setattr(prefill_module, "_SILENCE_S", 0.01)
+    monkeypatch.setattr(prefill_module, "_CHECK_S", 0.05)
+    async with pair(decode={"prefill_timeout": 3600.0, "transfer_timeout": 3600.0}) as both:
+        prefills: Any = both.decode.server._prefills
+        (server,) = prefills._servers
+        server.stub = StoppedStub(server.stub, num_messages)
+        continues.clear()
+        await generated(both.decode, 1)
+        assert server.absent_until_s
+        assert both.failures == {failed: 1}
+        continues.set()
+
+
+async def test_a_server_that_computes_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, has_checked = HealthServicer.Check, asyncio.Event()
+
+    async def noted(*arguments: Any) -> Any:
+        answer = await check(*arguments)
+        has_checked.set()
+        return answer
+
+    monkeypatch.setattr(prefill_module, "_SILENCE_S", 0.01)
+    monkeypatch.setattr(HealthServicer, "Check", noted)
+    async with pair() as both:
+        both.prefill.faults.hold_after(0)
+        call = asyncio.ensure_future(generated(both.decode, 1))
+        for _ in range(3):
+            await has_checked.wait()
+            has_checked.clear()
+        both.prefill.faults.release()
+        await call
+        assert not both.failures
+        assert both.prefill.serving.role_counts.load().num_prefills_for_others == 1
 
 
 async def test_the_haste_of_one_request_says_nothing_of_a_server() -> None:

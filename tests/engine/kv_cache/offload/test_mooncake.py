@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -153,11 +154,15 @@ def load(connector: MooncakeStoreConnector, key: bytes = KEY) -> bytes | None:
     return bytes(into) if connector.load(key, memoryview(into)) else None
 
 
-def wait_until_up(connector: MooncakeStoreConnector) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 10
-    while not connector._calls._is_up:
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
+
+
+def wait_until_up(connector: MooncakeStoreConnector) -> None:
+    wait_until(lambda: connector._calls._is_up)
 
 
 # --- with engines ---------------------------------------------------------------------------------------------------
@@ -313,8 +318,7 @@ def test_while_a_call_hangs_others_return_at_once(master):
     master.goes_on.clear()
     hanging = threading.Thread(target=load, args=(connector,), daemon=True)
     hanging.start()
-    while "get_into" not in master.calls:
-        time.sleep(0.001)
+    wait_until(lambda: "get_into" in master.calls)
     time.sleep(EXTRA["call_timeout"])  # type: ignore[arg-type]
     num_calls = master.calls.count("batch_is_exist")
     assert not connector.lookup(KEY) and load(connector) is None and not save(connector, OTHER)
@@ -330,8 +334,7 @@ def test_a_client_that_hangs_is_not_closed(master):
     master.goes_on.clear()
     hanging = threading.Thread(target=connector.lookup, args=(KEY,), daemon=True)
     hanging.start()
-    while "batch_is_exist" not in master.calls:
-        time.sleep(0.001)
+    wait_until(lambda: "batch_is_exist" in master.calls)
     connector.close()
     assert not master.clients[0].is_closed and not connector.lookup(KEY)
 
