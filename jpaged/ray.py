@@ -64,7 +64,7 @@ class JpagedEngineProcessorConfig:
         batch_size: rows that an actor takes together.
         concurrency: number of engines, or (minimum, maximum) for an actor pool that scales.
         max_concurrent_batches: batches that an actor runs at a time.
-        max_tasks_in_flight_per_actor: batches that Ray sends to an actor ahead (default: max_concurrent_batches).
+        max_tasks_in_flight_per_actor: batches that Ray sends to an actor ahead (default: Ray's).
         max_pending_requests: no effect: the engine's queue limits itself.
         should_continue_on_error: a row that fails has its error in `__inference_error__`; False ends the data set.
         apply_chat_template: use `messages` of rows, with the model's chat template.
@@ -125,7 +125,8 @@ class JpagedEngineProcessorConfig:
         object.__setattr__(self, "task_type", task)
         for name in ("batch_size", "max_concurrent_batches"):
             _require_count(name, getattr(self, name), 1)
-        _require_count("max_tasks_in_flight_per_actor", self.max_tasks_in_flight, 1)
+        if self.max_tasks_in_flight is not None:
+            _require_count("max_tasks_in_flight_per_actor", self.max_tasks_in_flight, 1)
         for count in self.pool_sizes:
             _require_count("concurrency", count, 1)
         if self.pool_sizes[0] > self.pool_sizes[1]:
@@ -163,10 +164,10 @@ class JpagedEngineProcessorConfig:
         return self.concurrency, self.concurrency
 
     @property
-    def max_tasks_in_flight(self) -> int:
-        """Batches that Ray sends to an actor ahead."""
-        given = self.max_tasks_in_flight_per_actor or self.experimental.get("max_tasks_in_flight_per_actor")
-        return given or self.max_concurrent_batches
+    def max_tasks_in_flight(self) -> int | None:
+        """Batches that Ray sends to an actor ahead; None for Ray's default, with which a pool can grow."""
+        former = self.experimental.get("max_tasks_in_flight_per_actor")
+        return former if self.max_tasks_in_flight_per_actor is None else self.max_tasks_in_flight_per_actor
 
     @property
     def chat_options(self) -> Mapping[str, Any] | None:
@@ -242,7 +243,9 @@ class Processor:
         pool = ray.data.ActorPoolStrategy(
             **({"size": least} if least == most else {"min_size": least, "max_size": most}),
             max_tasks_in_flight_per_actor=in_flight,
-            max_concurrent_calls_per_actor=min(config.max_concurrent_batches, in_flight),
+            max_concurrent_calls_per_actor=min(
+                config.max_concurrent_batches, in_flight or config.max_concurrent_batches
+            ),
             enable_true_multi_threading=True,
         )
         packed = dataset.map(RowPacker(self._preprocess), **self._map_options[0])

@@ -1,19 +1,13 @@
-"""KServe's runtimes and services: their fields, what they mean to each other, and the servers that they start."""
+"""KServe's runtimes and services: their fields, and what they mean to each other and to servers."""
 
 import copy
-import json
-import signal
-import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
 
-from jpaged._proto.open_inference import inference_pb2, inference_pb2_grpc
 from tests.deploy import manifests
 from tests.deploy.manifests import ROOT, Document, Pod
-from tests.processes import Process
 
 FOLDER = ROOT / "deploy" / "kserve"
 DOCUMENTS = [one for name in ("runtimes", "services") for one in manifests.load(FOLDER / f"{name}.yaml")]
@@ -105,30 +99,3 @@ def test_a_planted_mistake_is_found(plant, message):
     plant(documents)
     found = problems(documents)
     assert any(message in problem for problem in found), found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "llama-grpc"])
-def test_a_runtimes_command_serves_its_protocol(name):
-    """KServe itself needs a cluster; this is the process that its pod starts, with the demo's model and free ports."""
-    runtimes, service = of_kind(DOCUMENTS, "ServingRuntime"), of_kind(DOCUMENTS, "InferenceService")[name]
-    pod = pod_of(name, runtimes[service["predictor"]["model"]["runtime"]], service["predictor"])
-    _, _, *words = manifests.command_of(pod.container)
-    ports = ["--port=0", "--metrics-port=0", "--probe-port=0", "--host=127.0.0.1", "--max-num-seqs=4"]
-    ports += ["--http-port=0"] * any(word.startswith("--http-port") for word in words)
-    process = Process(("-m", "jpaged", "serve", *(w if w != MODEL_FOLDER else "demo" for w in words), *ports))
-    try:
-        address = process.wait_for(r"^ready on ([\d.:]+)").group(1)
-        if name == "llama":
-            url = process.wait_for(r"(http://127\.0\.0\.1:\d+)(?!.*metrics)").group(1)
-            body = json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 3}).encode()
-            asked = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                assert json.load(answer)["usage"]["completion_tokens"] == 3
-        with grpc.insecure_channel(address) as channel:
-            stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-            assert stub.ModelReady(inference_pb2.ModelReadyRequest(name=name), timeout=60).ready
-        assert process.end(signal.SIGTERM) == 0
-    finally:
-        if process.popen.poll() is None:
-            process.end(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The Ray Data processor: rows and options over stand-ins for Ray, and all of it on clusters of this machine."""
+"""The Ray Data processor: rows and options over stand-ins for Ray, and all of it on a cluster of this machine."""
 
 import dataclasses
 import os
@@ -200,6 +200,7 @@ def test_rows_choose_adapters_by_name():
         ({"concurrency": "2"}, InvalidArgument, "concurrency: '2' must be an integer"),
         ({"has_image": True}, Unsupported, "has_image: prompts with images"),
         ({"prepare_multimodal_stage": {"enabled": True}}, Unsupported, "prepare_multimodal_stage: prompts with"),
+        ({"max_tasks_in_flight_per_actor": 0}, InvalidArgument, "max_tasks_in_flight_per_actor: 0 must be an integer"),
         ({"experimental": {"x": 1}}, InvalidArgument, "experimental: x is not supported"),
         ({"engine_kwargs": {"model": "other"}}, InvalidArgument, "engine_kwargs.model: 'other' is not model_source"),
         ({"resources_per_bundle": {}, "placement_group_config": {}}, InvalidArgument, "is given together"),
@@ -314,6 +315,9 @@ def test_a_data_set_goes_through_all_stages(context):
     assert (packing, unpacking) == ({"num_cpus": 0.5}, {})
     assert (running["num_gpus"], running["compute"]["min_size"], running["compute"]["max_size"]) == (1, 1, 2)
     assert running["compute"]["max_concurrent_calls_per_actor"] == 8
+    assert (
+        running["compute"]["max_tasks_in_flight_per_actor"] is None
+    )  # a pool grows if its actors have more than they run
     assert context.wait_for_min_actors_s == 600
 
 
@@ -363,7 +367,7 @@ def test_a_stage_with_an_engine_generates_what_the_model_does_alone():
 
 
 @pytest.mark.long
-def test_clusters_that_lose_a_worker_and_start_without_one_process_every_row():
+def test_a_cluster_that_loses_a_worker_processes_every_row():
     python = Path(sys.prefix) / "ray" / "bin" / "python"
     assert python.exists(), "make test-long installs Ray there"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -379,4 +383,4 @@ def test_clusters_that_lose_a_worker_and_start_without_one_process_every_row():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [line.removeprefix("ray data: ") for line in done.stdout.splitlines() if line.startswith("ray data: ")]
-    assert [line.partition(":")[0] for line in found[1:-1]] == ["two nodes", "lost worker", "errors", "from 0"]
+    assert [line.partition(":")[0] for line in found[1:-1]] == ["two nodes", "lost worker"]
