@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from benchmarks.captioner.evaluate import REQUIRED, ask, count_right, to_data_uri, unseen
+from benchmarks.captioner.evaluate import REQUIRED, UNSEEN_SEED, ask, count_right, to_data_uri, unseen
 from benchmarks.captioner.pictures import NO_PICTURE, dialog, picture
 from benchmarks.captioner.tokenizer import CHAT_TEMPLATE, encode_dialog
 from benchmarks.captioner.train import encode, make_batch, make_processor, package
@@ -113,7 +113,7 @@ def test_what_training_packages_is_read_back(tmp_path: Path, tokenizer: Tokenize
 
 def test_it_describes_a_picture(llm: LLM) -> None:
     """A data URI in a chat, a picture of Pillow next to a prompt, and a question without a picture."""
-    shown = next(one for one in unseen(20) if one.count == 2 and one.shape == "square")
+    shown = picture(UNSEEN_SEED, 6)
     assert texts(llm, [ask(shown)]) == [shown.caption]
     prompt = "<s>[INST][IMG]What color are they?[/INST]"
     image = Image.fromarray(shown.pixels_hwc)
