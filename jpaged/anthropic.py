@@ -211,7 +211,7 @@ def _renamed(error: InvalidArgument, tool_numbers: Sequence[int]) -> InvalidArgu
     first, dot, rest = bare.partition(".")
     name, bracket, index = first.partition("[")
     if name == "messages":
-        field = "messages"  # a chat has other messages than the body
+        field = bare if ".source." in rest else "messages"  # a chat has other messages than the body, but its images
     elif name == "tools" and bracket and int(index.removesuffix("]")) < len(tool_numbers):
         inner = rest.removeprefix("function.").replace("parameters", "input_schema", 1)
         field = f"tools[{tool_numbers[int(index.removesuffix(']'))]}]{dot}{inner}"

@@ -91,7 +91,7 @@ _TEXT_ROWS: Mapping[str, Neutral] = {
     "shift": hint(bool),
     "_debug_render_only": only(False, advice="use /tokenize and /detokenize"),
 }
-_NO_IMAGES = "the model reads only text"
+_NO_IMAGES = "send images to /v1/chat/completions"
 ROWS: Mapping[str, Mapping[str, Neutral]] = {
     CHAT_URL: {**EVERYWHERE, **_TEXT_ROWS, "images": only([], advice=_NO_IMAGES)},
     GENERATE_URL: {

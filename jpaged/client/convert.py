@@ -121,6 +121,13 @@ def _part_message(where: str, part: Mapping[str, Any]) -> inference_pb2.ContentP
     return inference_pb2.ContentPart(image=_image_file(part["image"]))
 
 
+_MAX_HEAD = 256
+"""Characters of a data URI that may come before its content."""
+_OF_URLS = str.maketrans("-_", "+/")
+_MODES_OF_COLOR = frozenset({"CMYK", "YCbCr", "HSV", "LAB", "RGBX", "RGBa", "PA"})
+"""Modes of Pillow that PNG does not have."""
+
+
 def _image_file(given: GivenImage) -> bytes:
     """Return the file of an image: bytes, a data URI, or an image of Pillow, which is written as PNG.
 
@@ -128,14 +135,19 @@ def _image_file(given: GivenImage) -> bytes:
         InvalidArgument: it is something else; the client fetches no URL.
     """
     field, source = given
-    if isinstance(source, str) and source.lower().startswith("data:") and ";base64," in source:
+    if isinstance(source, str) and source[:5].lower() == "data:" and ";base64," in source[:_MAX_HEAD].lower():
         try:
-            return base64.b64decode(source.partition(",")[2])
+            text = "".join(source.partition(",")[2].split()).translate(_OF_URLS).rstrip("=")
+            return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
         except ValueError as error:
             raise InvalidArgument(field, f"is not base64: {error}") from error
     if hasattr(source, "save"):
         written = io.BytesIO()
-        source.save(written, "PNG")
+        try:
+            shown = source.convert("RGB") if source.mode in _MODES_OF_COLOR else source
+            shown.save(written, "PNG", exif=source.getexif())  # with its orientation
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(field, f"cannot be written as PNG: {error}") from error
         return written.getvalue()
     if not isinstance(source, bytes):
         raise InvalidArgument(field, "must be bytes of a file, a data URI in base64, or an image of Pillow")

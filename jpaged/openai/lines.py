@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jpaged import json_text
-from jpaged.chat import ChatOptions
+from jpaged.chat import ChatOptions, images_in
 from jpaged.errors import (
     InvalidArgument,
     JpagedError,
@@ -593,6 +593,8 @@ class Answers:
             if not job.add_special_tokens and any(isinstance(one, str) for one in job.inputs):
                 raise InvalidArgument("add_special_tokens", "False is not supported in batches: send token ids")
             if job.messages is not None:
+                if given := images_in(job.messages):
+                    raise InvalidArgument(given[0].field, "is an image: this method takes only text")
                 token_ids = await server.tokenize(messages=job.messages, chat_options=job.chat_options)
                 job = replace(job, inputs=(tuple(token_ids),))
             shape: dict[str, Any] = {"dimensions": job.dimensions, "prompt_name": job.prompt_name}

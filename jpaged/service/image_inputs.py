@@ -40,6 +40,7 @@ _NUM_THREADS = 4
 _JPEG = "/9j/"
 """Beginning of a JPEG in base64."""
 _Rows = NDArray[np.float32]
+_Result = TypeVar("_Result")
 _Made = TypeVar("_Made", bound=tuple[Any, ...])
 
 
@@ -240,15 +241,21 @@ class ImageInputs:
         Args:
             make: returns the request of a prompt, and what else belongs to it.
         """
+        images, (request, *others) = await self.prepare(given, prompt, make)
+        rows = await asyncio.gather(*map(asyncio.wrap_future, self.start_encoding(images, tenant, salt)))
+        return self.attach(request, images, rows), *others  # type: ignore[return-value]
+
+    async def prepare(
+        self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[[Prompt], _Result]
+    ) -> tuple[Sequence[PreparedImage], _Result]:
+        """Return the prepared images of a prompt, and what `make` returns for the prompt with them."""
         reads = self.start_reading(given)
         try:
             images = await asyncio.gather(*map(asyncio.wrap_future, reads))
         finally:
             _cancel(reads)
         prompt = dataclasses.replace(prompt, prepared=images)
-        request, *others = await asyncio.get_running_loop().run_in_executor(self._making, make, prompt)
-        rows = await asyncio.gather(*map(asyncio.wrap_future, self.start_encoding(images, tenant, salt)))
-        return self.attach(request, images, rows), *others  # type: ignore[return-value]
+        return images, await asyncio.get_running_loop().run_in_executor(self._making, make, prompt)
 
     def complete_now(self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[..., Request]) -> Request:
         """Return the request that `make` returns for a prompt with prepared images, with their rows. Blocks."""

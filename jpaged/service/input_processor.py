@@ -426,7 +426,11 @@ class InputProcessor:
         """
         max_bytes = max(self._max_prompt_bytes(1), MIN_MAX_TOKENIZE_BYTES)
         if prompt.messages is not None:
-            return list(self._chat_ids(prompt.messages, prompt.chat_options, max_bytes))
+            has_images = bool(prompt.prepared)
+            token_ids = list(self._chat_ids(prompt.messages, prompt.chat_options, max_bytes, has_images=has_images))
+            if not has_images or self._images is None:
+                return token_ids
+            return self._images.place(token_ids, self.find_images(prompt), prompt.prepared)[0]
         return self._text_ids("text", prompt.text or "", max_bytes, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

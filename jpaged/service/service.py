@@ -417,8 +417,19 @@ class Service:
         model: str | None = None,
     ) -> list[int]:
         """Return the ids of a text or a conversation, which may be longer than a prompt; see `Call` for arguments."""
-        processor = self._model(model).input_processor
-        return await self._workers.run(lambda: processor.tokenize(read(), add_special_tokens=add_special_tokens), size)
+        served = self._model(model)
+        processor, images = served.input_processor, served.images
+        tokenize = functools.partial(processor.tokenize, add_special_tokens=add_special_tokens)
+
+        def start() -> list[int] | Prompt:
+            prompt = read()
+            return tokenize(prompt) if images is None or not processor.find_images(prompt) else prompt
+
+        found = await self._workers.run(start, size)
+        if isinstance(found, list) or images is None:
+            assert isinstance(found, list)
+            return found
+        return (await images.prepare(processor.find_images(found), found, tokenize))[1]
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str | None = None

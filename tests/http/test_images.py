@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,6 +159,54 @@ async def test_other_images_in_the_same_places_share_no_blocks() -> None:
         for letters in ("abcdefgh", "abcdefgx", "xbcdefgh", "abcdefgh"):
             answer = await say(client, [image(data_uri(letters))])
             assert answer.choices[0].message.content == expected([f"{letters}\n"])
+
+
+async def test_the_tokens_of_images_are_counted() -> None:
+    """As in a prompt; vectors of placeholders would mean nothing, and are refused."""
+    async with seeing() as (harness, _), httpx2.AsyncClient(base_url=harness.http_url, timeout=60) as http:
+        picture, num_tokens = image(data_uri("ab", "cd")), len("user: see ab\ncd\n\nassistant: ")
+        messages = [user([{"type": "text", "text": "see "}, picture])]
+        answer = (await http.post("/tokenize", json={"messages": messages})).json()
+        assert (answer["count"], len(answer["tokens"])) == (num_tokens, num_tokens)
+        block = {"type": "image", "source": {"type": "url", "url": data_uri("ab", "cd")}}
+        given = [user([{"type": "text", "text": "see "}, block])]
+        answer = (await http.post("/v1/messages/count_tokens", json={"model": "fake", "messages": given})).json()
+        assert answer == {"input_tokens": num_tokens}
+        item = {"type": "input_image", "image_url": data_uri("ab", "cd")}
+        body = {"model": "fake", "input": [user([{"type": "input_text", "text": "see "}, item])]}
+        answer = (await http.post("/v1/responses/input_tokens", json=body)).json()
+        assert answer["input_tokens"] == num_tokens
+        answer = (await http.post("/tokenize", json={"messages": [user([image("data:,x")])]})).json()
+        assert answer["error"]["message"].startswith("messages[0].content[0].image_url: is not a picture")
+        answer = (await http.post("/v1/embeddings", json={"model": "fake", "messages": messages})).json()
+        assert "messages[0].content[1].image_url: is an image: this method takes only text" in str(answer)
+
+
+async def test_a_wrong_image_of_a_block_is_named() -> None:
+    async with seeing() as (harness, _), httpx2.AsyncClient(base_url=harness.http_url, timeout=60) as http:
+        block = {"type": "image", "source": {"type": "base64", "data": "A*AA"}}
+        body = {"model": "fake", "max_tokens": 8, "messages": [user([block])]}
+        answer = (await http.post("/v1/messages", json=body)).json()
+        assert answer["error"]["message"].startswith("messages[0].content[0].source.data: is not base64")
+
+
+@pytest.mark.long
+async def test_a_batch_without_max_tokens_takes_images(tmp_path: Path) -> None:
+    async with seeing(batch_dir=str(tmp_path)) as (_, client):
+        words = {**GREEDY, "messages": [user([image(data_uri("ab"))])], "model": "fake"}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": words}
+        file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed"):
+            await asyncio.sleep(0.01)
+            batch = await client.batches.retrieve(batch.id)
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == 1
+        assert batch.output_file_id is not None
+        answer = json.loads((await client.files.content(batch.output_file_id)).text)["response"]["body"]
+        assert answer["choices"][0]["message"]["content"].startswith(expected(["ab\n"]))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from PIL import Image
 
 from jpaged._proto.v1 import control_pb2, inference_pb2
-from jpaged.client import AsyncClient
+from jpaged.client import AsyncClient, convert
+from jpaged.errors import InvalidArgument
 from jpaged.testing import FakeVision, with_embeds
 from jpaged.types import SamplingParams
 from tests.http.generate.asking import text_of
@@ -45,13 +47,30 @@ async def test_prompts_and_messages_with_images_give_the_tokens_of_the_text() ->
         assert (info.max_images, info.max_image_pixels) == (64, 1 << 26)
         async with AsyncClient(harness.target) as client:
             picture = Image.open(io.BytesIO(png("ab")))
-            for given in (png("ab"), [picture], data_uri("ab")):
+            uri, letters = data_uri("ab"), base64.b64encode(png("ab")).decode()
+            safe = "DATA:;BASE64," + letters.translate(str.maketrans("+/", "-_")).rstrip("=")
+            for given in (png("ab"), [picture], picture.convert("CMYK"), uri, safe):
                 data: Any = {"image": given}
                 output = await client.complete({"prompt": f"see {MARK}", "multi_modal_data": data}, ONE)
                 assert output.outputs[0].text == text_of("see ab\n", 8)
             url = {"type": "image_url", "image_url": {"url": data_uri("ab")}}
             output = await client.complete(None, ONE, messages=[{"role": "user", "content": [url]}])
             assert output.outputs[0].text == expected(["ab\n"])
+
+
+def test_an_image_of_pillow_is_sent_with_its_orientation() -> None:
+    picture = Image.open(io.BytesIO(png("ab")))
+    picture.getexif()[0x0112] = 6
+    (sent,) = get_images(picture)
+    assert Image.open(io.BytesIO(sent)).getexif()[0x0112] == 6
+    for given in ("data:;base64,A*AA", picture.convert("F")):
+        with pytest.raises(InvalidArgument, match=r"multi_modal_data\.image: (is not base64|cannot be written as PNG)"):
+            get_images(given)
+
+
+def get_images(given: Any) -> Any:
+    prompt = convert.get_prompt({"prompt": MARK, "multi_modal_data": {"image": given}})
+    return convert.generate_request(prompt, ONE, request_id="a", model=None).images
 
 
 @pytest.mark.parametrize(
