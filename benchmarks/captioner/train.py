@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,13 +143,13 @@ class Batch:
         shapes_bp: int32, the shape whose center is in the patch, from 1; 0 for none.
     """
 
-    patches_bpe: np.ndarray
-    is_patch_bp: np.ndarray
-    positions_bp2: np.ndarray
-    token_ids_bt: np.ndarray
-    rows_bt: np.ndarray
-    is_answer_bt: np.ndarray
-    shapes_bp: np.ndarray
+    patches_bpe: Any
+    is_patch_bp: Any
+    positions_bp2: Any
+    token_ids_bt: Any
+    rows_bt: Any
+    is_answer_bt: Any
+    shapes_bp: Any
 
 
 def make_hf_config(tokenizer: Tokenizer) -> dict[str, object]:
