@@ -220,7 +220,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
     rows = ExpertRows.sort(routes, weights.num_experts, first)
     inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
     scales = [each.scales for each in (*inner, down)] if isinstance(down, QuantizedMatrix) else []
-    biases = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
+    biases: list[Any] = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
     refs = functools.partial(_ExpertRefs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
     lines = form.row_sums
     num_weights = form.width * form.inner * (len(inner) + 1)
@@ -332,7 +332,8 @@ class _ExpertRefs:
 
         lists, inner, down = take(5), take(num_inner), next(left)
         scales, biases = take((num_inner + 1) * has_scales), take(num_inner * has_biases)
-        return cls(*lists, inner, down, scales, biases, *left)
+        named: list[Any] = [*lists, inner, down, scales, biases, *left]
+        return cls(*named)
 
 
 def _kernel(refs: _ExpertRefs, form: ExpertsForm) -> None:

@@ -30,7 +30,7 @@ EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, vec
 
 
 def run(
-    x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFunction, params: Any = None, **sizes: int
+    x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFunction, params: Any = None, **sizes: Any
 ) -> np.ndarray:
     """The kernel's result, with the sizes that it would have on a v6e except for these."""
 
@@ -65,7 +65,7 @@ def test_rows_become_what_float64_makes_of_them(gate: GateFunction, block: int) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("values", ["int8", "fp8"])
-def test_weights_of_eight_bits_have_a_scale_per_column(values: str) -> None:
+def test_weights_of_eight_bits_have_a_scale_per_column(values: Any) -> None:
     num_experts, width, inner, top_k = SHAPE
     plain = mixture(num_experts, width, inner, "bfloat16", has_biases=False)
 
