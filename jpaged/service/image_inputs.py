@@ -89,7 +89,9 @@ class ImageLimits:
 
 
 class EncoderCache:
-    """Encoded images in host memory. Entries of the owner with the most bytes are evicted first. Not thread-safe.
+    """Encoded images in host memory. Entries of the owner with the most bytes are evicted first.
+
+    The class is not thread-safe.
 
     Args:
         max_bytes: limit over all owners.

@@ -143,7 +143,7 @@ class ImageSources:
         raise InvalidArgument(field, f"is redirected more than {MAX_REDIRECTS} times")
 
     def _fetch_once(self, field: str, url: str, end_s: float) -> tuple[bytes, str | None]:
-        """Return the content of a URL, or the URL of its redirect."""
+        """Return the content of a URL, or the URL of the redirect."""
         parts, host, port = self._check_url(field, url)
         addresses = self._resolve(host, port)
         if not addresses or not all(map(self._is_allowed, addresses)):
