@@ -186,6 +186,7 @@ class ImageInputs:
         self._weight_version = weight_version
         self._decoder = PictureDecoder()
         self._readers = ThreadPoolExecutor(_NUM_THREADS, "jpaged-images")
+        self._making = ThreadPoolExecutor(1, "jpaged-prompts")
         self._encoding = ThreadPoolExecutor(1, "jpaged-encoder")
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
@@ -241,15 +242,23 @@ class ImageInputs:
         Args:
             make: returns the request of a prompt, and what else belongs to it.
         """
-        images = await asyncio.gather(*map(asyncio.wrap_future, self.start_reading(given)))
+        reads = self.start_reading(given)
+        try:
+            images = await asyncio.gather(*map(asyncio.wrap_future, reads))
+        finally:
+            _cancel(reads)
         prompt = dataclasses.replace(prompt, prepared=images)
-        request, *others = await asyncio.get_running_loop().run_in_executor(self._readers, make, prompt)
+        request, *others = await asyncio.get_running_loop().run_in_executor(self._making, make, prompt)
         rows = await asyncio.gather(*map(asyncio.wrap_future, self.start_encoding(images, tenant, salt)))
         return self.attach(request, images, rows), *others  # type: ignore[return-value]
 
     def complete_now(self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[..., Request]) -> Request:
         """Return the request that `make` returns for a prompt with prepared images, with their rows. Blocks."""
-        images = [one.result() for one in self.start_reading(given)]
+        reads = self.start_reading(given)
+        try:
+            images = [one.result() for one in reads]
+        finally:
+            _cancel(reads)
         request = make(prompt=dataclasses.replace(prompt, prepared=images))
         rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
         return self.attach(request, images, rows)
@@ -416,6 +425,12 @@ class _field:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, InvalidArgument) and error.field != self._field:
             raise InvalidArgument(self._field, error.problem) from error
+
+
+def _cancel(futures: Sequence[Future[Any]]) -> None:
+    """Cancel what has not begun: the rest of a request that is refused or gone."""
+    for future in futures:
+        future.cancel()
 
 
 def _runs(is_embed_t: NDArray[np.bool_]) -> list[tuple[int, int]]:

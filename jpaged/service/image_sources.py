@@ -54,7 +54,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         if inner is not None:
             found = inner
-    return bool(found.is_global and not found.is_multicast and not found.is_reserved)
+    is_of_site = isinstance(found, ipaddress.IPv6Address) and found.is_site_local
+    return bool(found.is_global and not (found.is_multicast or found.is_reserved or is_of_site))
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -115,7 +116,7 @@ class ImageSources:
                 raise InvalidArgument(field, f"{url[:_SHOWN_CHARS]!r} names a file of another machine")
             path = unquote(parts.path)
         try:
-            found = Path(path).resolve(strict=True)
+            found = Path(os.path.realpath(path))  # says nothing about files elsewhere, not even whether they exist
             if not found.is_relative_to(self._folder):
                 raise InvalidArgument(field, f"{path[:_SHOWN_CHARS]!r} is not in the folder allowed_local_media_path")
             with contextlib.closing(_OpenFile(found)) as file:

@@ -130,6 +130,11 @@ class _DecoderChild:
             self.end()
             how = f"takes more than {CPU_S:g} s to decode" if code == -signal.SIGPROF else "cannot be decoded"
             raise InvalidArgument(field, f"{how}: the picture ended the decoder") from error
+        except InvalidArgument:
+            raise
+        except BaseException:  # such as MemoryError: the rest of an answer must not become the next picture
+            self.end()
+            raise
 
     def _decode(self, field: str, content: bytes, check_size: CheckSize | None) -> NDArray[np.uint8]:
         self._connection.sendall(_COUNT.pack(len(content)))
@@ -149,7 +154,11 @@ class _DecoderChild:
             (length,) = _COUNT.unpack(_read(self._answers, _COUNT.size))
             raise InvalidArgument(field, _read(self._answers, length).decode(errors="replace"))
         width, height = _SIZE.unpack(_read(self._answers, _SIZE.size))
-        check_pixels(field, width, height)
+        try:
+            check_pixels(field, width, height)
+        except InvalidArgument:
+            self.end()
+            raise
         pixels_hwc = np.empty((height, width, 3), np.uint8)
         view = pixels_hwc.data.cast("B")
         while view:

@@ -13,6 +13,7 @@ import pytest
 from jpaged.chat import ChatMessages, GivenImage, read_message
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong
+from jpaged.service import image_inputs
 from jpaged.service.image_inputs import EncoderCache, ImageInputs
 from jpaged.service.image_sources import ImageSources
 from jpaged.service.input_processor import InputProcessor
@@ -194,6 +195,62 @@ async def test_a_request_that_is_cancelled_leaves_others_their_image() -> None:
     vision.gate.set()
     ((rows),) = await stays
     assert rows[:, 0].tolist() == [97, 98]
+
+
+class Held(FakeVision):
+    """Prepares images of two rows of patches only when `released` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+        self.num_held = 0
+
+    def prepare(self, pixels_hwc: np.ndarray) -> PreparedImage:
+        if len(pixels_hwc) > self.patch_size:
+            self.num_held += 1
+            self.released.wait()
+        return super().prepare(pixels_hwc)
+
+
+HELD = np.concatenate([letters("a")] * 2)
+
+
+def complete(inputs: ImageInputs, *images: Any) -> asyncio.Task[tuple[Request]]:
+    processor = InputProcessor(ByteTokenizer(), GEOMETRY)
+    processor.set_images(inputs)
+
+    def made(prompt: Prompt) -> tuple[Request]:
+        return (processor.make_request(request_id="a", sampling=ONE, prompt=prompt),)
+
+    prompt = Prompt(token_ids=[MARK] * len(images), images=given(*images))
+    return asyncio.create_task(inputs.complete(prompt.images, prompt, made, "", ""))
+
+
+async def test_a_request_whose_images_are_read_does_not_wait_for_others() -> None:
+    vision = Held()
+    inputs = make(vision)
+    try:
+        first, second = complete(inputs, letters("a")), complete(inputs, *[HELD] * 9)
+        (request,) = await asyncio.wait_for(first, 5)
+        assert request.prompt_token_ids == (32, 10)
+        assert not second.done()
+    finally:
+        vision.released.set()
+    (request,) = await second
+    assert request.prompt_token_ids == (32, 10) * 18
+
+
+async def test_images_of_a_refused_request_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_inputs, "_NUM_THREADS", 1)
+    vision = Held()
+    inputs = make(vision)
+    try:
+        with pytest.raises(InvalidArgument, match=r"image\[0\]: is empty"):
+            await complete(inputs, "=", *[HELD] * 9)
+    finally:
+        vision.released.set()
+    inputs._readers.submit(int).result()
+    assert vision.num_held <= 1
 
 
 def test_messages_with_images_are_parts_for_the_template() -> None:

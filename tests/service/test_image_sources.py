@@ -195,7 +195,7 @@ def test_an_answer_without_a_length_is_bounded(port: int, monkeypatch: pytest.Mo
     [
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1"),
         *("224.0.0.1", "240.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1"),
-        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "192.0.2.1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "192.0.2.1", "fec0::1"),
     ],
 )
 def test_addresses_that_are_not_public(address: str) -> None:
@@ -214,6 +214,7 @@ def test_files_of_the_allowed_folder_are_read(tmp_path: Path) -> None:
     outside.write_bytes(b"secret")
     (inside / "link").symlink_to(outside)
     (inside / "good").symlink_to(inside / "a b.png")
+    (inside / "loop").symlink_to(inside / "loop")
     os.mkfifo(inside / "pipe")
     sources = ImageSources(folder=str(inside))
     for url in (f"file://{inside}/a%20b.png", f"{inside}/a b.png", f"file://localhost{inside}/good"):
@@ -224,6 +225,8 @@ def test_files_of_the_allowed_folder_are_read(tmp_path: Path) -> None:
         (f"file://{inside}/%2e%2e/outside", "is not in the folder allowed_local_media_path"),
         (f"file://host{inside}/a", "names a file of another machine"),
         (f"{inside}/missing", "cannot be read: No such file"),
+        (f"{inside}/loop", "cannot be read: Too many levels"),
+        (f"{tmp_path}/missing", "is not in the folder allowed_local_media_path"),
         (f"{inside}/pipe", "names something else than a regular file"),
         (f"{inside}", "names something else than a regular file"),
         (f"file://{inside}/a%00b", "cannot be read"),

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from jpaged.errors import InvalidArgument
+from jpaged.service import images
 from jpaged.service.images import MAX_PIXELS, PictureDecoder, read_pixels
 from tests.service.broken_images import FORMATS, broken, picture, png_bomb
 
@@ -106,6 +107,22 @@ def test_the_size_is_checked_before_pixels_are_decoded(decoder: PictureDecoder) 
     with pytest.raises(InvalidArgument, match="60000 x 60000 pixels, over the limit of 67108864"):
         decoder.decode(FIELD, png_bomb(60_000, 60_000, num_rows=2), check_size)
     assert sizes == [(8000, 8000)]
+
+
+@pytest.mark.long
+def test_an_answer_that_was_not_read_is_not_the_next_picture(
+    decoder: PictureDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = saved(Image.new("RGB", (300, 200), "red"))
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr(images.np, "empty", fail)
+        with pytest.raises(MemoryError):
+            decoder.decode(FIELD, content)
+    assert decoder.decode(FIELD, picture("GIF")).shape == (40, 56, 3)
 
 
 @pytest.mark.long
