@@ -116,7 +116,7 @@ class ImageSources:
                 raise InvalidArgument(field, f"{url[:_SHOWN_CHARS]!r} names a file of another machine")
             path = unquote(parts.path)
         try:
-            found = Path(os.path.realpath(path))  # says nothing about files elsewhere, not even whether they exist
+            found = Path(os.path.realpath(path))  # reveals nothing about files elsewhere, not even whether they exist
             if not found.is_relative_to(self._folder):
                 raise InvalidArgument(field, f"{path[:_SHOWN_CHARS]!r} is not in the folder allowed_local_media_path")
             with contextlib.closing(_OpenFile(found)) as file:
