@@ -10,7 +10,6 @@ import pytest
 from PIL import Image, ImageOps
 
 from jpaged.errors import InvalidArgument
-from jpaged.service import images
 from jpaged.service.images import MAX_PIXELS, PictureDecoder, read_pixels
 from tests.service.broken_images import FORMATS, broken, picture, png_bomb
 
