@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,13 +143,13 @@ class Batch:
         shapes_bp: int32, the shape whose center is in the patch, from 1; 0 for none.
     """
 
-    patches_bpe: np.ndarray
-    is_patch_bp: np.ndarray
-    positions_bp2: np.ndarray
-    token_ids_bt: np.ndarray
-    rows_bt: np.ndarray
-    is_answer_bt: np.ndarray
-    shapes_bp: np.ndarray
+    patches_bpe: Any
+    is_patch_bp: Any
+    positions_bp2: Any
+    token_ids_bt: Any
+    rows_bt: Any
+    is_answer_bt: Any
+    shapes_bp: Any
 
 
 def make_hf_config(tokenizer: Tokenizer) -> dict[str, object]:
@@ -237,7 +238,7 @@ def encode(params: Params, batch: Batch, config: VisionConfig) -> tuple[jax.Arra
     It is `tower.encode` for pictures of which each has its own attention.
     """
     num_rows, num_patches, _ = batch.patches_bpe.shape
-    angles = tower._cos_sin(batch.positions_bp2.reshape(-1, 2), config)
+    angles = tower._cos_sin(jnp.asarray(batch.positions_bp2.reshape(-1, 2)), config)
     mask_bhqk = batch.is_patch_bp[:, None, None, :]
 
     def norm(x: jax.Array, own: Params, eps: float) -> jax.Array:
@@ -268,9 +269,10 @@ def get_logits(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, j
     num_rows, row_len = batch.token_ids_bt.shape
     encoded, states_bpw = encode(params["vision"], batch, model.config.vision)
     given = jnp.take_along_axis(encoded, jnp.maximum(batch.rows_bt, 0)[:, :, None], axis=1)
-    embeds = InputEmbeds((batch.rows_bt >= 0).reshape(-1), given.reshape(-1, given.shape[-1]))
+    embeds = InputEmbeds(jnp.asarray((batch.rows_bt >= 0).reshape(-1)), given.reshape(-1, given.shape[-1]))
     positions_t = jnp.tile(jnp.arange(row_len, dtype=jnp.int32), num_rows)
-    tokens = TokenBatch(batch.token_ids_bt.reshape(-1), positions_t, jnp.full_like(positions_t, row_len), embeds=embeds)
+    token_ids_t, lens_t = jnp.asarray(batch.token_ids_bt.reshape(-1)), jnp.full_like(positions_t, row_len)
+    tokens = TokenBatch(token_ids_t, positions_t, lens_t, embeds=embeds)
     mask_bst = jnp.broadcast_to(jnp.triu(jnp.ones((row_len, row_len), bool)), (num_rows, row_len, row_len))
     hidden, _ = model.run(params["text"], tokens, functools.partial(attend, mask_bst), (), "loop")
     return model.logits(params["text"], hidden).reshape(num_rows, row_len, -1), states_bpw @ params["centers"]

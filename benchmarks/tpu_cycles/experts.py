@@ -76,7 +76,8 @@ class ExpertsCase:
         found = _SHAPE.fullmatch(shape)
         if generation not in TOPOLOGIES or not found or len(others) != 2 or others[0] not in _DTYPES:
             raise InvalidArgument("case", f"{text!r} is not like {_WRITTEN}")
-        return cls(generation, *map(int, found.groups()), others[0], int(others[1]))
+        own, num, top_k, width, inner = (int(number) for number in found.groups())
+        return cls(generation, own, num, top_k, width, inner, others[0], int(others[1]))
 
     @property
     def weight_bytes(self) -> int:

@@ -584,8 +584,8 @@ def update_weights_call(path: str, mode: UpdateMode, version: str | int | None) 
     return UnaryCall("UpdateWeights", request, lambda response: response.weight_version, "each")
 
 
-_PART_BYTES = 1 << 20
-"""Bytes of new weights in a call; servers accept 4 MiB by default."""
+_PART_BYTES = 512 << 10
+"""Bytes of new weights in a call; servers accept messages of 1 MiB by default."""
 _STORED_TYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),

@@ -2,7 +2,7 @@
 
 checkpoint/    config, weights in bfloat16, tokenizer
 draft/         the same for a far smaller draft model of the first one
-captioner/     the same for a model that describes pictures, and the settings of its image processor
+captioner/     the same for a model that describes pictures, and the image processor's settings
 MODEL_CARD.md  description and training of all three (benchmarks/demo_model, benchmarks/captioner)
 """
 

@@ -30,6 +30,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jpaged.access.authenticator import HTTP, Authenticator, CallContext, current, enter, permission_of_route
 from jpaged.config import AccessOptions
 from jpaged.engine.core import PauseMode
+from jpaged.engine.engine import check_mode, check_version
 from jpaged.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -53,6 +54,7 @@ from jpaged.http.exchange import (
     error_for,
     is_anthropic,
     is_ollama,
+    iter_content,
     read_body,
 )
 from jpaged.http.ollama import ollama_routes
@@ -268,11 +270,13 @@ def sleep_routes(service: Service) -> list[Route]:
 
     async def receive_weights(request: Request) -> Response:
         _require_no_foreign_page(request, service.state.config.http.http_cors_origins)
-        mode: Any = request.query_params.get("mode", "keep")  # the engine checks it
+        mode: Any = request.query_params.get("mode", "keep")
+        check_mode(mode)  # before a long body
+        named = check_version(request.query_params.get("version"))
         with service.receive_weights() as upload:
-            async for part in request.stream():
+            async for part in iter_content(request):
                 await service.write_weights(upload, part)
-            version = await service.update_weights(upload, mode, request.query_params.get("version"))
+            version = await service.update_weights(upload, mode, named)
         return JSON({"success": True, "message": "the weights were replaced", "weight_version": version})
 
     async def update_weights(request: Request) -> Response:

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -135,15 +135,21 @@ async def read_content(request: Request, max_bytes: int) -> bytes:
     if declared.isdigit() and int(declared) > max_bytes:
         raise RequestTooLong("body", f"{declared} bytes are above the limit of {max_bytes}")
     parts, size = [], 0
+    async for part in iter_content(request):
+        size += len(part)
+        if size > max_bytes:
+            raise RequestTooLong("body", f"is over the limit of {max_bytes} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def iter_content(request: Request) -> AsyncIterator[bytes]:
+    """Yield the parts of a body; raise Cancelled if the client disconnects."""
     try:
         async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                raise RequestTooLong("body", f"is over the limit of {max_bytes} bytes")
-            parts.append(part)
+            yield part
     except ClientDisconnect as error:
         raise Cancelled("the client has disconnected") from error
-    return b"".join(parts)
 
 
 _T = TypeVar("_T")

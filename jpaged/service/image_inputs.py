@@ -90,7 +90,9 @@ class ImageLimits:
 
 
 class EncoderCache:
-    """Encoded images in host memory. The owner with the most bytes gives way first. Not thread-safe.
+    """Encoded images in host memory. Entries of the owner with the most bytes are evicted first.
+
+    The class is not thread-safe.
 
     Args:
         max_bytes: limit over all owners.
@@ -289,7 +291,7 @@ class ImageInputs:
     def place(
         self, token_ids: Sequence[int], given: Sequence[GivenImage], images: Sequence[PreparedImage]
     ) -> tuple[list[int], PromptEmbeds]:
-        """Return the tokens of a prompt with those of its images, and the positions of the encoder's rows.
+        """Return the tokens of a prompt, images included, and the positions of the encoder's rows.
 
         The rows are zeros until `attach` replaces them.
 
@@ -364,7 +366,7 @@ class ImageInputs:
         self._load = dataclasses.replace(self._load, **added)
 
     def _encode_waiting(self) -> None:
-        """Encode as many of the waiting images as one call takes, if another call has not taken them."""
+        """Encode the waiting images that fit into one call, if another call has not taken them."""
         with self._lock:
             batch = self._take_batch()
         if not batch:

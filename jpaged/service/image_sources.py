@@ -1,4 +1,4 @@
-"""Where a request's pictures come from: data URIs, web servers and files that the options allow.
+"""Sources of a request's pictures: data URIs, web servers and files that the options allow.
 
 A URL could reach what only this machine may reach. So a server is asked only if an option names its domain, and each
 connection goes to an address that was checked, so that a name cannot point elsewhere a moment later:
@@ -116,7 +116,7 @@ class ImageSources:
                 raise InvalidArgument(field, f"{url[:_SHOWN_CHARS]!r} names a file of another machine")
             path = unquote(parts.path)
         try:
-            found = Path(os.path.realpath(path))  # a file elsewhere may be missing or not: same error
+            found = Path(os.path.realpath(path))  # reveals nothing about files elsewhere, not even whether they exist
             if not found.is_relative_to(self._folder):
                 raise InvalidArgument(field, f"{path[:_SHOWN_CHARS]!r} is not in the folder allowed_local_media_path")
             with contextlib.closing(_OpenFile(found)) as file:
@@ -144,7 +144,7 @@ class ImageSources:
         raise InvalidArgument(field, f"is redirected more than {MAX_REDIRECTS} times")
 
     def _fetch_once(self, field: str, url: str, end_s: float) -> tuple[bytes, str | None]:
-        """Return the content of a URL, or where it is redirected to."""
+        """Return the content of a URL, or the URL of the redirect."""
         parts, host, port = self._check_url(field, url)
         addresses = self._resolve(host, port)
         if not addresses or not all(map(self._is_allowed, addresses)):
@@ -203,7 +203,7 @@ def _read_body(field: str, response: http.client.HTTPResponse) -> bytes:
 
 
 class _OpenFile:
-    """A regular file whose symbolic links have been resolved: the last part of its path must not be one by now."""
+    """A regular file whose symbolic links have been resolved: the last part of the path must not be one by now."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -98,7 +98,7 @@ class PictureDecoder:
 
 
 class _DecoderChild:
-    """One process and the server's end of its socket. `end` runs when the object is garbage-collected."""
+    """One process and the server's end of the socket. `end` runs when the object is garbage-collected."""
 
     def __init__(self) -> None:
         with contextlib.ExitStack() as opened:

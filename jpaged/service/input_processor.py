@@ -337,7 +337,7 @@ class InputProcessor:
     def _with_images(
         self, token_ids: Sequence[int], prompt: Prompt, sampling: SamplingParams
     ) -> tuple[Sequence[int], PromptEmbeds]:
-        """Return the tokens of a prompt with those of its images, and the positions of their rows."""
+        """Return the tokens of a prompt, images included, and the positions of the encoder's rows."""
         given = self.find_images(prompt)
         assert self._images is not None
         if prompt.pooling is not None or _get_logprobs_start(prompt, sampling) is not None:

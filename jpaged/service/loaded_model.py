@@ -19,7 +19,7 @@ Host memory keeps the matrices of the `max_in_memory` adapters that were used la
     data       all tensors, one after the other
 
 That is a safetensors file. The model checks names, shapes and types when the header is complete, before memory for the
-data is allocated: it is never more than that of the model's tensors.
+data is allocated: that of the model's tensors, and of those that it ignores, such as rotary frequencies.
 
 `RoleCounts` counts what servers of a role do. The event loop updates it; any thread may read it.
 """
@@ -347,7 +347,11 @@ class WeightUpload:
         if len(rest) > num_data_bytes:
             raise InvalidArgument("data", f"has more than the {num_data_bytes} bytes of the tensors")
         self._check({name: np.broadcast_to(np.zeros((), one[0]), one[1]) for name, one in places.items()})
-        data = np.empty(num_data_bytes, np.uint8)
+        try:
+            data = np.empty(num_data_bytes, np.uint8)
+        except MemoryError as error:
+            problem = f"has {num_data_bytes} bytes, more than this machine has memory for"
+            raise InvalidArgument("data", problem) from error
         data[: len(rest)] = rest
         self._places, self._data = places, data
 
@@ -382,7 +386,8 @@ def _read_place(name: str, given: Any) -> tuple[np.dtype[Any], tuple[int, ...], 
     if shape is None or place is None:
         raise InvalidArgument("data", f"{what} needs a shape and data_offsets")
     found, size = np.dtype(_STORED_TYPES[dtype]), math.prod(shape)
-    if len(shape) > _MAX_AXES or size >= _MAX_NUMBER or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
+    is_small = math.prod(max(one, 1) for one in shape) < _MAX_NUMBER  # NumPy ignores zeros in its limit
+    if len(shape) > _MAX_AXES or not is_small or len(place) != 2 or place[1] - place[0] != size * found.itemsize:
         problem = f"has data_offsets {str(place)[:40]} for shape {str(shape)[:40]}"
         raise InvalidArgument("data", f"{what} {problem}, of {found.itemsize} bytes each")
     return found, tuple(shape), place[0], place[1]

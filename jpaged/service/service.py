@@ -517,9 +517,13 @@ class Service:
         model = self._model_to_update(source if isinstance(source, str) else "")
         if isinstance(source, str):
             require_whole_characters("path", source)
-        weights = source if isinstance(source, str) else source.arrays()
+
+        def begin() -> Future[str]:
+            weights = source if isinstance(source, str) else source.arrays()
+            return model.update_weights(weights, mode, version)
+
         with _naming_weights(field):
-            begun = await self._workers.read(lambda: model.update_weights(weights, mode, version))
+            begun = await self._workers.read(begin)
             return await detached(asyncio.wrap_future(begun))
 
     @contextlib.contextmanager

@@ -202,7 +202,7 @@ class PromptEmbeds:
 
     @property
     def rope_shift(self) -> int:
-        """Positions by which rotary embedding is behind after all spans: an image advances it by its longer side."""
+        """Positions that rotary embedding skips in all spans: an image advances it by its longer side."""
         grids = (span.rope_grid for span in self.spans)
         return sum(rows * columns - max(rows, columns) for rows, columns in filter(None, grids))
 

@@ -151,6 +151,14 @@ METHODS: tuple[Method, ...] = (
         "UNIMPLEMENTED",
     ),
     _method(
+        "/jpaged.v1.ControlService/SendWeights",
+        control_pb2.SendWeightsRequest,
+        control_pb2.SendWeightsResponse,
+        4,
+        "UNIMPLEMENTED",
+        "UNAVAILABLE",
+    ),
+    _method(
         "/jpaged.v1.ControlService/ListAdapters",
         control_pb2.ListAdaptersRequest,
         control_pb2.ListAdaptersResponse,

@@ -333,6 +333,9 @@ _VALID: dict[type[Message], Callable[[random.Random, Names], Message]] = {
     control_pb2.UpdateWeightsRequest: lambda rng, names: control_pb2.UpdateWeightsRequest(
         path=rng.choice(["/nowhere", ""]), mode=rng.choice(control_pb2.UpdateMode.keys())
     ),
+    control_pb2.SendWeightsRequest: lambda rng, names: control_pb2.SendWeightsRequest(
+        upload=rng.choice(names.pins), offset=rng.choice((0, 0, 8)), data=rng.randbytes(rng.choice((0, 8, 64)))
+    ),
     control_pb2.UnloadAdapterRequest: lambda rng, names: control_pb2.UnloadAdapterRequest(name=rng.choice(names.pins)),
     control_pb2.ListAdaptersRequest: _empty(control_pb2.ListAdaptersRequest),
     health_pb2.HealthCheckRequest: lambda rng, names: health_pb2.HealthCheckRequest(

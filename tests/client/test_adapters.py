@@ -254,6 +254,8 @@ async def test_weights_are_replaced_by_arrays_that_are_sent() -> None:
         assert (await client.complete(PROMPT, GREEDY)).outputs[0].token_ids == tokens_of(7)
         with pytest.raises(InvalidArgument, match=r"data: .* is not a FakeUpdate"):
             await client.update_weights({"other": np.array([7])})
+        with pytest.raises(InvalidArgument, match=r"data: .* is not a FakeUpdate"):  # several messages
+            await client.update_weights({"weight": np.zeros(1 << 18)})
         with pytest.raises(InvalidArgument, match=r"weights: tensor weight is a str of type ''"):
             await client.update_weights({"weight": "x"})
         with pytest.raises(InvalidArgument, match=r"weights: tensor weight occurs twice"):

@@ -74,7 +74,7 @@ def test_a_dialog_has_the_tokens_of_the_template(tokenizer: Tokenizer) -> None:
             if turn == 0 and given.picture is not None:
                 parts.insert(1 if given.is_picture_last else 0, {"type": "image"})
             messages += [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        token_ids, is_answer = encode_dialog(tokenizer, given, [tokenizer.token_to_id("[IMG]")])
+        token_ids, is_answer = encode_dialog(tokenizer, given, tokenizer.encode("[IMG]").ids)
         assert token_ids == tokenizer.encode(template.render(messages=messages)).ids
         learned = tokenizer.decode(np.array(token_ids)[is_answer].tolist(), skip_special_tokens=False)
         assert learned == "".join(answer + "</s>" for _, answer in given.turns)

@@ -178,7 +178,7 @@ def test_max_tokens_of_none_fills_the_context(open_model: Open) -> None:
     ("prompt", "error", "problem"),
     [
         ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds: the model was loaded without"),
-        ({"prompt": "a", "multi_modal_data": {}}, Unsupported, "multi_modal_data is not supported"),
+        ({"prompt": "a", "multi_modal_data": {"video": [1]}}, InvalidArgument, "multi_modal_data.video: is not supp"),
         ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt, prompt_token_ids, "),
     ],
 )

@@ -163,6 +163,28 @@ async def test_updates_that_cannot_be_are_refused(path: str, body: dict[str, Any
         assert (await client.get("/weight_version")).json() == {"weight_version": "0"}
 
 
+async def test_a_client_that_disconnects_leaves_no_upload(caplog: pytest.LogCaptureFixture) -> None:
+    content, kind = save({"weight": np.array([7])}), {"content-type": "application/octet-stream"}
+    harnesses = running(http_port=0, enable_sleep_mode=True)
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        lines = ("POST /update_weights HTTP/1.1", "host: a", f"content-type: {kind['content-type']}")
+        head = "\r\n".join((*lines, f"content-length: {len(content)}", "", "")).encode()
+        writer.write(head + content[:20])
+        await writer.drain()
+
+        async def send() -> int:
+            return (await client.post("/update_weights", content=content, headers=kind)).status_code
+
+        while await send() == 200:  # until the server has read the other head
+            pass
+        writer.close()
+        while await send() == 503:
+            pass
+        assert (await client.get("/weight_version")).json() != {"weight_version": "0"}
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_weights_are_sent_in_the_body() -> None:
     """A file of safetensors replaces the weights; one that ends early, or is not of the model, changes nothing."""
     content, kind = save({"weight": np.array([7])}), {"content-type": "application/octet-stream"}
@@ -182,8 +204,9 @@ async def test_weights_are_sent_in_the_body() -> None:
         for wrong in (content[:-1], content + b"x", b"", save({"other": np.array([7])}), b"{}"):
             refused = await send(wrong)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data")
-        refused = await send(content, "?mode=stop")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mode")
+        for query, field in (("?mode=stop", "mode"), ("?version=", "version")):
+            refused = await send(b"", query)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         assert (await client.get("/weight_version")).json() == {"weight_version": "0"}
         answer = await send(part_by_part(), "?mode=wait&version=step")
         assert (answer.status_code, answer.json()["weight_version"]) == (200, "step")

@@ -346,7 +346,10 @@ def test_fields_that_ask_for_nothing_pass(body):
         (chat(messages=[{"role": "user", "content": "x", "refusal": "y"}]), "body.messages[0].refusal"),
         (chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), "body.messages[0].tool_calls[0]"),
         (chat(messages=[{"role": "user", "content": None}]), "body.messages[0].content"),
-        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "body.messages[0].content"),
+        (
+            chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+            "body.messages[0].content[0].image_url",
+        ),
         (chat(top_logprobs=2), "body.top_logprobs"),
         (chat(logprobs=2), "body.logprobs"),
         (chat(max_tokens=2, max_completion_tokens=3), "body.max_tokens"),

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image, ImageOps
 
 from jpaged.errors import InvalidArgument
-from jpaged.service import images
 from jpaged.service.images import MAX_PIXELS, PictureDecoder, read_pixels
 from tests.service.broken_images import FORMATS, broken, picture, png_bomb
 
@@ -119,7 +118,7 @@ def test_an_answer_that_was_not_read_is_not_the_next_picture(
         raise MemoryError
 
     with monkeypatch.context() as full:
-        full.setattr(images.np, "empty", fail)
+        full.setattr(np, "empty", fail)
         with pytest.raises(MemoryError):
             decoder.decode(FIELD, content)
     assert decoder.decode(FIELD, picture("GIF")).shape == (40, 56, 3)

@@ -83,6 +83,13 @@ def test_the_model_refuses_before_data_is_read() -> None:
     assert check.given == [{"a": ("float32", (1 << 20, 1 << 20))}]
 
 
+def test_data_for_which_there_is_no_memory() -> None:
+    """Tensors that a model ignores may have any size."""
+    huge = {"a": {"dtype": "U8", "shape": [(1 << 48) - 1], "data_offsets": [0, (1 << 48) - 1]}}
+    with pytest.raises(InvalidArgument, match="data: has 281474976710655 bytes, more than this machine has memory for"):
+        WeightUpload(Checked()).write(file_of(huge))
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -97,11 +104,12 @@ def test_the_model_refuses_before_data_is_read() -> None:
         (file_of({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}), "tensor 'a' needs a shape"),
         (file_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}), "tensor 'a' has data_offsets"),
         (file_of({"a": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]}}), "tensor 'a' has data_offsets"),
+        (file_of({"a": {"dtype": "F32", "shape": [1 << 47, 0, 2], "data_offsets": [0, 0]}}), "tensor 'a' has data_"),
         (file_of({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}), "tensor 'a' begins at 4, not 0"),
         (file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, b"xy"), "has more than the 1 bytes"),
         (file_of({"a": 1}), "tensor 'a' is None"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_invalid_files(content: bytes, problem: str) -> None:
     check = Checked()

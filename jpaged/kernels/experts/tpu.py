@@ -4,7 +4,7 @@ grid (blocks of the inner width, used experts)
 
         gate [E, F]     up [E, F]      down [F, E]
          ┌───┬───┐      ┌───┬───┐      ┌───────┐       An expert's blocks are fetched while the rows of the previous
-         │ * │   │      │ * │   │      │ *     │       expert are multiplied, however many those are. Experts without
+         │ * │   │      │ * │   │      │ *     │       expert are multiplied, whatever their number. Experts without
          └───┴───┘      └───┴───┘      ├───────┤       rows are not in the grid.
                                        └───────┘
 
@@ -13,7 +13,7 @@ grid (blocks of the inner width, used experts)
 
 States and sums stay in vector memory. A row takes whole registers there, so that few instructions copy or add it. The
 list of each expert's rows is in scalar memory. So neither the sorted rows nor their results are arrays in the device's
-memory. A row's results are added in the order of its experts' numbers.
+memory. A row's results are added in ascending order of the experts.
 
 Only functions that trace import Pallas: it takes a third as long as jax, and every model imports this module.
 """
@@ -171,8 +171,8 @@ class ExpertRows:
     Attributes:
         matrices_s: int32 `[S]`: the matrix of each expert with rows, in their order; then others.
         experts_s: int32 `[S]`: its number in the layer.
-        starts_s: int32 `[S]`: the first of its rows in `tokens_p`.
-        counts_s: int32 `[S]`: the number of its rows.
+        starts_s: int32 `[S]`: the expert's first row in `tokens_p`.
+        counts_s: int32 `[S]`: the expert's number of rows.
         num_used: int32 `[1]`: experts with rows.
         tokens_p: int32 `[P]`: rows sorted by expert, and `_GROUP` more.
         weights_p: float32 `[P]`: their weights.
@@ -220,7 +220,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
     rows = ExpertRows.sort(routes, weights.num_experts, first)
     inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
     scales = [each.scales for each in (*inner, down)] if isinstance(down, QuantizedMatrix) else []
-    biases = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
+    biases: list[Any] = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
     refs = functools.partial(_ExpertRefs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
     lines = form.row_sums
     num_weights = form.width * form.inner * (len(inner) + 1)
@@ -299,14 +299,14 @@ def _unpack(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertRefs:
-    """What the kernel reads and writes: as `ExpertRows`, then blocks, sums, and scratch memory for a tile.
+    """Arrays that the kernel reads and writes: as `ExpertRows`, then blocks, sums, and scratch memory for a tile.
 
     Attributes:
         inner: gate and up, or only up.
         scales: of these and of down, or none.
         biases: of the first, or none.
         tile: rows of states; line i of row r is at `i * stride + r`.
-        results: rows of sums, alike.
+        results: rows of sums, in the same places.
     """
 
     starts: Any
@@ -332,7 +332,8 @@ class _ExpertRefs:
 
         lists, inner, down = take(5), take(num_inner), next(left)
         scales, biases = take((num_inner + 1) * has_scales), take(num_inner * has_biases)
-        return cls(*lists, inner, down, scales, biases, *left)
+        named: list[Any] = [*lists, inner, down, scales, biases, *left]
+        return cls(*named)
 
 
 def _kernel(refs: _ExpertRefs, form: ExpertsForm) -> None:

@@ -30,7 +30,7 @@ EARLY = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, vec
 
 
 def run(
-    x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFunction, params: Any = None, **sizes: int
+    x: np.ndarray, routes: Routes, weights: ExpertWeights, gate: GateFunction, params: Any = None, **sizes: Any
 ) -> np.ndarray:
     """The kernel's result, with the sizes that it would have on a v6e except for these."""
 
@@ -65,7 +65,7 @@ def test_rows_become_what_float64_makes_of_them(gate: GateFunction, block: int) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("values", ["int8", "fp8"])
-def test_weights_of_eight_bits_have_a_scale_per_column(values: str) -> None:
+def test_weights_of_eight_bits_have_a_scale_per_column(values: Any) -> None:
     num_experts, width, inner, top_k = SHAPE
     plain = mixture(num_experts, width, inner, "bfloat16", has_biases=False)
 
@@ -90,12 +90,8 @@ def test_a_layer_is_read_in_the_array_of_all() -> None:
         return StackedExperts(jnp.stack(matrices), jnp.int32(1))
 
     own = layers[1]
-    weights = ExpertWeights(
-        *(stacked(getattr(layers[0], name), getattr(own, name)) for name in ("gate", "up", "down")),
-        own.gate_bias,
-        own.up_bias,
-        own.down_bias,
-    )
+    matrices: Any = {name: stacked(getattr(layers[0], name), getattr(own, name)) for name in ("gate", "up", "down")}
+    weights = dataclasses.replace(own, **matrices)
     check(run(x, routes, weights, SILU), expected(x, routes, own, SILU))
 
 
@@ -191,12 +187,14 @@ def on(platform: str, kind: str = V6E) -> Any:
 
 def test_it_runs_on_tpus_with_weights_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     def shapes(dtype: str, width: int = 64, **quantization: Any) -> tuple[Any, ...]:
-        of_type = [jax.ShapeDtypeStruct((4, *shape), dtype) for shape in ((width, 96), (width, 96), (96, width))]
+        of_type: list[Any] = [
+            jax.ShapeDtypeStruct((4, *shape), dtype) for shape in ((width, 96), (width, 96), (96, width))
+        ]
         if quantization:
             form = MatrixFormat(**quantization)
             of_type = [quantized.abstract_matrix(form, each.shape, -2, np.dtype(dtype)) for each in of_type]
-        routes = Routes(jax.ShapeDtypeStruct((8, 2), "int32"), jax.ShapeDtypeStruct((8, 2), "float32"))
-        return jax.ShapeDtypeStruct((8, width), dtype), routes, ExpertWeights(*of_type), SILU
+        of_routes: Any = (jax.ShapeDtypeStruct((8, 2), "int32"), jax.ShapeDtypeStruct((8, 2), "float32"))
+        return jax.ShapeDtypeStruct((8, width), dtype), Routes(*of_routes), ExpertWeights(*of_type), SILU
 
     for kind in ("cpu", "gpu"):
         with on(kind):
@@ -205,13 +203,22 @@ def test_it_runs_on_tpus_with_weights_that_it_reads(monkeypatch: pytest.MonkeyPa
         taken = shapes("bfloat16"), shapes("bfloat16", values="int8"), shapes("bfloat16", values="fp8")
         assert all(find_form(*each) is not None for each in taken)
         assert find_form(*shapes("bfloat16", values="fp8", activations="fp8")) is not None, "rows stay as they are"
-        others = [{"values": "int8", "group_size": 32}, {"values": "int8", "has_zeros": True}, {"values": "mxfp4"}]
+        others: list[dict[str, Any]] = [
+            {"values": "int8", "group_size": 32},
+            {"values": "int8", "has_zeros": True},
+            {"values": "mxfp4"},
+        ]
         others.append({"values": "int8", "activations": "int8"})
         assert all(find_form(*shapes("bfloat16", **each)) is None for each in others)
         assert find_form(*shapes("float32")) is None
         assert find_form(*shapes("bfloat16", width=40)) is None, "the depth is not whole registers"
-        called = []
-        monkeypatch.setattr(tpu, "apply", lambda *arguments: called.append(arguments) or arguments[0])
+        called: list[Any] = []
+
+        def apply(x_te: Any, *others: Any) -> Any:
+            called.append(others)
+            return x_te
+
+        monkeypatch.setattr(tpu, "apply", apply)
         jax.eval_shape(functools.partial(sum_experts, gate=SILU, backend="ragged"), *taken[0][:3])
         assert len(called) == 1
     with on("tpu", TPU7X):
