@@ -149,6 +149,7 @@ METHODS: tuple[Method, ...] = (
         control_pb2.UpdateWeightsResponse,
         4,
         "UNIMPLEMENTED",
+        "NOT_FOUND",
     ),
     _method(
         "/jpaged.v1.ControlService/SendWeights",
