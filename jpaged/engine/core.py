@@ -236,6 +236,8 @@ class EngineCore:
         self._executor = executor
         self._overlap = config.scheduler.overlap is not False
         self._output = OutputProcessor(tokenizer, eos_token_ids, executor.routed_experts)
+        if executor.routed_experts is not None:
+            self.scheduler.on_preempt = self._output.keep_experts
         self._deadlines, self._queue_timeouts = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._batch: InFlightBatch | None = None
