@@ -236,8 +236,6 @@ class EngineCore:
         self._executor = executor
         self._overlap = config.scheduler.overlap is not False
         self._output = OutputProcessor(tokenizer, eos_token_ids, executor.routed_experts)
-        if executor.routed_experts is not None:
-            self.scheduler.on_preempt = self._output.keep_experts
         self._deadlines, self._queue_timeouts = Deadlines(), Deadlines()
         self._queue_timeout_s = config.timeouts.queue_timeout
         self._batch: InFlightBatch | None = None
@@ -284,6 +282,8 @@ class EngineCore:
         for connector in self.memory.connectors:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
+        if executor.routed_experts is not None:
+            scheduler.on_preempt = self._output.keep_experts
         if executor.geometry.max_loras:
             observers.on_begin.append(self._fail_without_adapter)
             observers.on_scheduled.append(self._load_adapters)
