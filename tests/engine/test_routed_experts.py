@@ -79,6 +79,18 @@ def test_preempted_requests(mode):
         assert check(harness, str(number), prompt) == 1
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_stop_tokens_of_preempted_requests(mode):
+    """A step in flight may end a sequence whose blocks are free already."""
+    harness = Harness(keeping(num_blocks=11, num_host_blocks=14), preemption_mode=mode)
+    for number, prompt in enumerate(PROMPTS):
+        sampling = {"temperature": 1.0, "seed": 4 + number, "stop_token_ids": [*range(1, 257, 16)]}
+        harness.submit(str(number), prompt, max_tokens=14, **sampling)
+    harness.run()
+    assert harness.engine.load().num_preemptions > 0
+    assert [check(harness, str(number), prompt) for number, prompt in enumerate(PROMPTS)] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_the_best_of_several(is_whole):
     harness, prompt = Harness(keeping()), PROMPTS[1]

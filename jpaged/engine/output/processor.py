@@ -407,6 +407,7 @@ class OutputState:
         needs_logprobs: from the sampling parameters, as are `num_top` (`logprobs`) and `needs_aux_outputs`.
         needs_aux_outputs: the request needs aux outputs for sampled tokens.
         held: withheld output; None if it is streamed.
+        kept_experts: experts of the tokens until the last preemption; None before one.
     """
 
     def __init__(
@@ -432,6 +433,7 @@ class OutputState:
         self._ending_ids = sampling.ending_ids(eos_token_ids)
         self._sampling = sampling
         self._num_tokens = 0
+        self.kept_experts: NDArray[Any] | None = None
 
     def hold(self) -> None:
         """Withhold all output until the end."""
@@ -721,12 +723,26 @@ class OutputProcessor:
 
     def _read_experts(self, group: SequenceGroup, sequence: Sequence) -> NDArray[Any] | None:
         """Return the experts of a sequence that ends; None without any. Waits for all dispatched steps."""
-        table = sequence.kv.tables[0]
-        if self._routed_experts is None or not table.num_blocks:
+        if self._routed_experts is None:
             return None
-        num_tokens = min(len(sequence.token_ids) - 1, sequence.num_computed_tokens)
-        block_size = self._routed_experts.block_size
-        start = min(group.request.sampling.routed_experts_prompt_start, num_tokens)
+        start = group.request.sampling.routed_experts_prompt_start
+        if not sequence.kv.tables[0].num_blocks:  # preempted, perhaps while the step ran that ends it
+            kept = self._states[sequence].kept_experts
+            return None if kept is None else kept[start : len(sequence.token_ids) - 1]
+        return self._read_blocks(sequence, start)
+
+    def keep_experts(self, group: SequenceGroup) -> None:
+        """Read the experts of a group that loses its blocks: a step in flight may end its sequences."""
+        for sequence in group.live:
+            if self._routed_experts is not None and sequence.kv.tables[0].num_blocks:
+                self._states[sequence].kept_experts = self._read_blocks(sequence, 0, sequence.num_computed_tokens)
+
+    def _read_blocks(self, sequence: Sequence, start: int, end: int | None = None) -> NDArray[Any]:
+        """Return the experts of computed tokens from `start` on, by default without the last known token."""
+        assert self._routed_experts is not None
+        table, block_size = sequence.kv.tables[0], self._routed_experts.block_size
+        num_tokens = min(len(sequence.token_ids) - 1 if end is None else end, sequence.num_computed_tokens)
+        start = min(start, num_tokens)
         first, end = start // block_size, -(-num_tokens // block_size)
         block_ids = [table.block_id(index) for index in range(first, end)]
         return self._routed_experts.read(block_ids, num_tokens - first * block_size)[start - first * block_size :]
