@@ -283,7 +283,7 @@ class EngineCore:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
         if executor.routed_experts is not None:
-            scheduler.on_preempt = self._output.keep_experts
+            scheduler.on_preempt.append(self._output.keep_experts)
         if executor.geometry.max_loras:
             observers.on_begin.append(self._fail_without_adapter)
             observers.on_scheduled.append(self._load_adapters)

@@ -451,7 +451,7 @@ def _problem_of_stream(request: inference_pb2.GenerateRequest, messages: Sequenc
         counts[message.index] += len(message.token_ids)
         if message.HasField("finish"):
             finished.append(message.index)
-        has_logprobs = request.sampling.HasField("logprobs")
+        has_logprobs = request.sampling.HasField("logprobs") or bool(request.sampling.logprob_token_ids)
         if len(message.logprobs) != (len(message.token_ids) if has_logprobs else 0):
             return f"{len(message.logprobs)} log-probabilities for {len(message.token_ids)} tokens"
     was_aborted = messages[-1].finish.reason == inference_pb2.FINISH_REASON_ABORT

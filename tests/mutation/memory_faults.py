@@ -80,15 +80,15 @@ MEMORY_FAULTS = (
     Fault(
         "experts of tokens that a request leaves out are returned",
         "output/processor.py",
-        "        start = min(group.request.sampling.routed_experts_prompt_start, num_tokens)\n",
+        "        start = min(start, num_tokens)\n",
         "        start = 0\n",
         ("test_routed_experts.py",),
     ),
     Fault(
         "the experts of a token that no step has computed are returned",
         "output/processor.py",
-        "        num_tokens = min(len(sequence.token_ids) - 1, sequence.num_computed_tokens)\n",
-        "        num_tokens = len(sequence.token_ids)\n",
+        "min(len(sequence.token_ids) - 1 if end is None else end, sequence.num_computed_tokens)",
+        "len(sequence.token_ids) if end is None else end",
         ("test_routed_experts.py",),
     ),
     Fault(

@@ -323,7 +323,7 @@ class Scheduler:
         drafts: adds rows for draft tokens.
         rounds: adds decoding rows for draft-model rounds.
         adapters: LoRA slots of running groups.
-        on_preempt: called with a running group before it loses its blocks; None for no call.
+        on_preempt: called with a running group before it loses its blocks.
 
     Args:
         policy: the one that `options` name.
@@ -346,7 +346,7 @@ class Scheduler:
         self._max_num_batched_tokens = min(options.max_num_batched_tokens or most, most)
         self._max_prompt_tokens = options.long_prefill_token_threshold or most
         self._is_static = options.batching == "static"  # as request-level servers do
-        self.on_preempt: Callable[[SequenceGroup], None] | None = None
+        self.on_preempt: list[Callable[[SequenceGroup], None]] = []
         self._memory = memory
         self._policy = policy
         self._preemption = Preemption(options.preemption_mode, geometry.bytes_per_block, rates)
@@ -697,8 +697,8 @@ class Scheduler:
     def _preempt(self, group: SequenceGroup, schedule: SchedulerOutput, *, may_swap: bool = True) -> None:
         """Preempt a running group: swap its blocks to host memory, or free them for recompute."""
         swapping = self._memory.swapping if may_swap else None
-        if self.on_preempt is not None:
-            self.on_preempt(group)
+        for observe in self.on_preempt:
+            observe(group)
         schedule.preempted.append(group)
         self.queues.stop_running(group)
         if group.adapter_slot:
