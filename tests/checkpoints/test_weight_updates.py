@@ -107,6 +107,7 @@ def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Pa
     np.testing.assert_array_equal(np.asarray(embedding[1]), np.asarray(same[1]))
 
 
+@pytest.mark.long
 def test_arrays_of_several_libraries_are_accepted(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     case = tiny_case("llama3_tied")

@@ -97,41 +97,40 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        (image("data:image/png;base64,AAAA"), "content[0].image_url: is not a picture in one of the formats PNG"),
-        (image("data:image/png;base64,A*AA"), "content[0].image_url: is not base64"),
-        (image("data:image/png;base64"), "content[0].image_url: is a data URI without a comma"),
-        (image({"detail": "low"}), "content[0].image_url.url: is missing"),
-        (image({"url": "data:,", "size": 3}), "content[0].image_url.size: is not supported; url is"),
-        (image(7), "content[0].image_url: must be a string or an object with a url"),
-        (image("https://example.com/a.png"), "content[0].image_url: is a URL, which needs the option allowed_media_d"),
-        (image("file:///etc/passwd"), "content[0].image_url: names a file, which needs the option allowed_local_med"),
-        (image("gopher://a/b"), "content[0].image_url: 'gopher://a/b' is neither a data URI nor a URL"),
-        (image(data_uri("a" * 65)), "content[0].image_url: has 65 patches; at most 64"),
-        ({"type": "input_image", "file_id": "f"}, "content[0].file_id: is not supported; image_url is"),
-        ({"type": "image", "image": "x", "url": "y"}, "content[0].image: is given together with url"),
-        ({"type": "video_url", "video_url": "x"}, "messages[0].content"),
-        ({"type": "text", "text": "\x01"}, None),
-    ],
-)
-async def test_an_image_that_cannot_be_read_is_named(part: Any, problem: str | None) -> None:
+WRONG_PARTS: list[tuple[Any, str]] = [
+    (image("data:image/png;base64,AAAA"), "content[0].image_url: is not a picture in one of the formats PNG"),
+    (image("data:image/png;base64,A*AA"), "content[0].image_url: is not base64"),
+    (image("data:image/png;base64"), "content[0].image_url: is a data URI without a comma"),
+    (image({"detail": "low"}), "content[0].image_url.url: is missing"),
+    (image({"url": "data:,", "size": 3}), "content[0].image_url.size: is not supported; url is"),
+    (image(7), "content[0].image_url: must be a string or an object with a url"),
+    (image("https://example.com/a.png"), "content[0].image_url: is a URL, which needs the option allowed_media_d"),
+    (image("file:///etc/passwd"), "content[0].image_url: names a file, which needs the option allowed_local_med"),
+    (image("gopher://a/b"), "content[0].image_url: 'gopher://a/b' is neither a data URI nor a URL"),
+    (image(data_uri("a" * 65)), "content[0].image_url: has 65 patches; at most 64"),
+    ({"type": "input_image", "file_id": "f"}, "content[0].file_id: is not supported; image_url is"),
+    ({"type": "image", "image": "x", "url": "y"}, "content[0].image: is given together with url"),
+    ({"type": "video_url", "video_url": "x"}, "messages[0].content"),
+]
+
+
+async def test_an_image_that_cannot_be_read_is_named() -> None:
+    async with seeing() as (_, client):
+        for part, problem in WRONG_PARTS:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await say(client, [part])
+            assert problem in caught.value.body["message"]  # type: ignore[index]
+
+
+async def test_images_over_the_limits_are_named() -> None:
     async with seeing(limit_mm_per_prompt="image=2") as (_, client):
-        if problem is None:
-            with pytest.raises(openai.BadRequestError, match=r"2 placeholders of images .* do not match 1 images"):
-                await say(client, [part, image(data_uri("a"))])
-            with pytest.raises(openai.BadRequestError, match=r"content\[2\].image_url: is image 3 of 3; .* allows 2"):
-                await say(client, [image(data_uri("a"))] * 3)
-            tall = image(data_uri(*"a" * 64))
-            with pytest.raises(
-                openai.BadRequestError, match=r"8 x 512 pixels takes 128 tokens, with those .* 256, over"
-            ):
-                await say(client, [tall, tall])
-            return
-        with pytest.raises(openai.BadRequestError) as caught:
-            await say(client, [part])
-        assert problem in caught.value.body["message"]  # type: ignore[index]
+        with pytest.raises(openai.BadRequestError, match=r"2 placeholders of images .* do not match 1 images"):
+            await say(client, [{"type": "text", "text": "\x01"}, image(data_uri("a"))])
+        with pytest.raises(openai.BadRequestError, match=r"content\[2\].image_url: is image 3 of 3; .* allows 2"):
+            await say(client, [image(data_uri("a"))] * 3)
+        tall = image(data_uri(*"a" * 64))
+        with pytest.raises(openai.BadRequestError, match=r"8 x 512 pixels takes 128 tokens, with those .* 256, over"):
+            await say(client, [tall, tall])
 
 
 async def test_images_are_counted_in_usage_and_metrics() -> None:

@@ -80,6 +80,7 @@ def test_steps_that_are_fed_are_the_same_as_one_after_another(driver: Driver, la
     np.testing.assert_array_equal(decode(driver, sequences, num=2).token_ids_rn[:3, :2], behind)
 
 
+@pytest.mark.long
 def test_what_comes_behind_a_closed_feed_finds_the_last_token_that_was_made(driver: Driver) -> None:
     sequences = begin(driver)
     want = one_by_one(driver, sequences, 2)
