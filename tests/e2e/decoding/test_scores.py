@@ -205,7 +205,7 @@ def test_embeddings_are_hidden_states(llm: LLM, truth: Truth, pooling: Any) -> N
         ([[]], r"continuations\[0\]: is empty"),
         ([""], r"continuations\[0\]: is empty"),
         ([[5], [999]], r"continuations\[1\]: 999 is not a token id"),
-        ([[5] * 95], r"continuations\[0\]: with the prompt, 97 tokens are not below max_model_len"),
+        ([[5] * 96], r"continuations\[0\]: with the prompt, 98 tokens are over max_model_len"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(folder: Path, llm: LLM, continuations: list[Any], problem: str) -> None:
