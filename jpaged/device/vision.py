@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
+from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.memory_plan import EncoderBytes
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.kernels import matmul
 from jpaged.kernels.paged_attention import cpu as cpu_attention
 from jpaged.models.config import VisionConfig
@@ -97,7 +99,9 @@ def random_params(config: VisionConfig, dtype: np.dtype, device: jax.Device, see
 
 
 class JaxVisionEncoder:
-    """Vision encoder of one model on a device. Thread-safe; programs are compiled when they are first needed.
+    """Vision encoder of one model on a device. Thread-safe.
+
+    Programs are those of an executor (`set_programs`). Without one they are compiled when they are first needed.
 
     Args:
         params: the tree of `tower.abstract_params`, on the device.
@@ -115,11 +119,18 @@ class JaxVisionEncoder:
         self._params = _packed(params, config, self._device) if self._packs else params
         self._programs: dict[int, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._store: ProgramStore | None = None
 
     @property
     def max_patches(self) -> int:
         """Maximum number of patches of one image."""
         return self._max_patches
+
+    def set_programs(self, programs: ProgramStore) -> None:
+        """Run the programs of a server's closed list, for images of up to the largest of them."""
+        sizes = tuple(sorted(spec.size for spec in programs.specs if spec.kind == "encode"))
+        self._sizes, self._max_patches = sizes, min(self._max_patches, sizes[-1])
+        self._store = programs
 
     def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
         """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
@@ -135,7 +146,9 @@ class JaxVisionEncoder:
         return [found[index] for index in range(len(images))]
 
     def compile(self, num_patches: int) -> jax.stages.Compiled:
-        """Return the program of a number of patches, compiled at its first use."""
+        """Return the program of a number of patches."""
+        if self._store is not None:
+            return self._store.wait(ProgramSpec("encode", num_patches))
         with self._lock:
             if num_patches not in self._programs:
                 lowered = lower_encoder(self._config, self._dtype, num_patches, self._device, packs=self._packs)

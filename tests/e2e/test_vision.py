@@ -140,6 +140,8 @@ def test_greedy_tokens_equal_those_without_an_engine(name: str, tmp_path: Path, 
                 outputs = llm.generate(given, GREEDY)
                 assert [output.outputs[0].token_ids for output in outputs] == want
             cached = [output.usage.cached_tokens for output in outputs]
+        vision: Any = llm._serving.vision
+        assert not vision.encoder._programs  # all are of the executor's list
         if "enable_prefix_caching" not in options:
             assert all(cached[1:])
 

@@ -78,43 +78,40 @@ def abstract_params(config: VisionConfig, dtype: np.dtype) -> Params:
 
 
 def pack_params(params: Params, packer: Packer, config: VisionConfig) -> Params:
-    """Return an encoder's parameters, or their shapes, with matrices that only the kernels of CPUs read."""
+    """Return an encoder's parameters, or their shapes, with matrices that only the kernels of CPUs read.
 
-    def pack(kernel: Any, num_parts: int = 1) -> PackedMatrix:
-        return packer.pack(kernel, num_parts=num_parts)
+    Layers become a list, because a scan would copy the matrices of each layer.
+    """
 
-    def pack_layers(kernel: Any, num_parts: int = 1) -> PackedMatrix:
-        if isinstance(kernel, jax.ShapeDtypeStruct):
-            one = pack(jax.ShapeDtypeStruct(kernel.shape[1:], kernel.dtype), num_parts)
-            shape = (kernel.shape[0], *one.blocks.shape)
-            blocks: Any = jax.ShapeDtypeStruct(shape, one.blocks.dtype, sharding=one.blocks.sharding)
-        else:
-            packed = [pack(np.asarray(each), num_parts) for each in kernel]
-            one, blocks = packed[0], jnp.stack([each.blocks for each in packed])
-        return dataclasses.replace(one, blocks=blocks)
-
-    def pack_linears(linears: Params, pack: Callable[..., PackedMatrix]) -> Params:
+    def pack_linears(linears: Params) -> Params:
         return {
-            name: {**linear, "kernel": pack(linear["kernel"])} if "kernel" in linear else linear
+            name: {**linear, "kernel": packer.pack(linear["kernel"], num_parts=2 if name == "gated" else 1)}
+            if isinstance(linear, dict) and "kernel" in linear
+            else linear
             for name, linear in linears.items()
         }
 
-    outer = {name: value for name, value in params.items() if name not in ("layers", "positions")}
-    rest = {name: params[name] for name in ("positions",) if name in params}
-    layers = dict(params["layers"])
-    if "gate" in layers and config.activation in _GATES:
-        both = [layers.pop(name) for name in ("gate", "up")]
-        gated = {key: _stack(both[0][key], both[1][key]) for key in both[0]}
-        layers["gated"] = {**gated, "kernel": pack_layers(gated["kernel"], 2)}
-    unpacked = {name: linear for name, linear in layers.items() if name != "gated"}
-    return {**pack_linears(outer, pack), **rest, "layers": {**layers, **pack_linears(unpacked, pack_layers)}}
+    outer = {name: leaf for name, leaf in params.items() if name != "layers"}
+    layers = []
+    for index in range(config.num_layers):
+        layer = {name: {key: _take(leaf, index) for key, leaf in of.items()} for name, of in params["layers"].items()}
+        if "gate" in layer and config.activation in _GATES:
+            gate, up = layer.pop("gate"), layer.pop("up")
+            layer["gated"] = {key: _stack(gate[key], up[key]) for key in gate}
+        layers.append(pack_linears(layer))
+    return {**pack_linears(outer), "layers": layers}
+
+
+def _take(leaf: Any, index: int) -> Any:
+    """Return a layer's part of a stacked leaf, or its shape."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf[index]
 
 
 def _stack(gate: Any, up: Any) -> Any:
     """Return gates and ups, or their shapes, with both as the axis before the last."""
     if isinstance(gate, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*gate.shape[:-1], 2, gate.shape[-1]), gate.dtype)
-    return np.stack([np.asarray(gate), np.asarray(up)], axis=-2)
+    return jnp.stack([gate, up], axis=-2)
 
 
 def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.Array:
@@ -130,12 +127,16 @@ def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.
     angles = _cos_sin(patches.positions_p2, config) if config.rope_theta else None
     attend = _get_attend(patches, config, has_kernel=isinstance(kernel, PackedMatrix))
 
-    def run(x_pw: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+    def run(x_pw: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, None]:
         own, is_full = layer
         return _layer(x_pw, own, functools.partial(attend, is_full), angles, num_patches, config), None
 
-    is_full_l = jnp.asarray(np.isin(np.arange(config.num_layers), config.full_layers))
-    x_pw, _ = lax.scan(run, x_pw, (params["layers"], is_full_l))
+    is_full_l = np.isin(np.arange(config.num_layers), config.full_layers)
+    if isinstance(params["layers"], list):
+        for layer in zip(params["layers"], is_full_l.tolist(), strict=True):
+            x_pw, _ = run(x_pw, layer)
+    else:
+        x_pw, _ = lax.scan(run, x_pw, (params["layers"], jnp.asarray(is_full_l)))
     return _project(x_pw, params, num_patches, config).astype(jnp.float32)
 
 
@@ -184,7 +185,14 @@ def _get_attend(patches: PackedPatches, config: VisionConfig, *, has_kernel: boo
         inside: _Attend = functools.partial(of_rows, rows=rows)
     else:
         inside = functools.partial(_attend_windows, windows_p=patches.windows_p, length=edge**2)
-    return lambda is_full, *qkv: lax.cond(is_full, full, inside, *qkv)
+
+    def attend(is_full: Any, *qkv: jax.Array) -> jax.Array:
+        if isinstance(is_full, bool):
+            return full(*qkv) if is_full else inside(*qkv)
+        found: jax.Array = lax.cond(is_full, full, inside, *qkv)
+        return found
+
+    return attend
 
 
 def _attend(q_phd: jax.Array, k_phd: jax.Array, v_phd: jax.Array, groups_p: jax.Array) -> jax.Array:
