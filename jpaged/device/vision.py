@@ -75,6 +75,7 @@ def lower_encoder(
         shape(num_patches),
         shape(num_patches),
         shape(num_patches, 2),
+        shape(num_patches, 2, of=np.float32),
     )
     return jax.jit(functools.partial(tower.encode, config=config)).lower(params, patches)
 
@@ -184,6 +185,7 @@ def pack_images(images: Sequence[PreparedImage], config: VisionConfig, size: int
     values_pe = np.zeros((size, config.patch_dim), np.float32)
     images_p, windows_p = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
     positions_p2, start, num_windows = np.zeros((size, 2), np.int32), 0, 0
+    places_p2 = np.zeros((size, 2), np.float32)
     for number, image in enumerate(images):
         place = slice(start, start + len(image.patches_pe))
         positions, windows = patch_positions(image.grid, config.merge_size), _windows(image.grid, config)
@@ -195,8 +197,11 @@ def pack_images(images: Sequence[PreparedImage], config: VisionConfig, size: int
             values_pe[place], positions_p2[place] = image.patches_pe[order], positions[order]
             windows_p[place] = num_windows + windows[order]
             num_windows += int(windows.max()) + 1
+        if config.num_places:
+            spans = np.maximum(np.array(image.grid, np.float32) - 1, 1)
+            places_p2[place] = positions_p2[place].astype(np.float32) * np.float32(config.num_places - 1) / spans
         start = place.stop
-    return PackedPatches(values_pe, images_p, windows_p, positions_p2)
+    return PackedPatches(values_pe, images_p, windows_p, positions_p2, places_p2)
 
 
 def _windows(grid: tuple[int, int], config: VisionConfig) -> NDArray[np.int32] | None:

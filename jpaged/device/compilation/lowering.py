@@ -318,6 +318,8 @@ def takes_images(config: ModelConfig, options: EngineConfig, sizes: StepSizes | 
     parallel, vision = options.parallel, config.vision
     if vision is None or not config.embed_width or (parallel.num_processes or 1) > 1 or options.has_draft:
         return False
+    if vision.deep_layers and (parallel.pipeline_parallel_size > 1 or options.model.enable_prompt_embeds):
+        return False
     if not vision.is_bidirectional:
         return True
     is_split = parallel.context_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or parallel.enable_dp_attention

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,14 @@ class PackedPatches:
         images_p: int32, the image of each patch; -1 for padding.
         windows_p: int32, the window of each patch, unlike that of any other image; -1 for padding.
         positions_p2: int32, row and column of each patch in its image.
+        places_p2: row and column among learned positions, which are interpolated; zeros if they are not.
     """
 
     values_pe: Any
     images_p: Any
     windows_p: Any
     positions_p2: Any
+    places_p2: Any
 
 
 def abstract_params(config: VisionConfig, dtype: np.dtype) -> Params:
@@ -115,11 +118,13 @@ def _stack(gate: Any, up: Any) -> Any:
 
 
 def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.Array:
-    """Return the input embeddings `[P / m^2, E]` of the output rows, in float32."""
+    """Return the output rows `[P / m^2, row_width]`, in float32: input embeddings, and what later layers add."""
     kernel = params["patch"]["kernel"]
     num_patches = jnp.sum(patches.images_p >= 0)
     x_pw = _linear(patches.values_pe.astype(kernel.dtype), params["patch"], num_patches)
-    if "positions" in params:
+    if config.num_places:
+        x_pw = x_pw + _interpolate(params["positions"], patches.places_p2, config.num_places).astype(x_pw.dtype)
+    elif "positions" in params:
         edge = config.image_size // config.patch_size
         x_pw = x_pw + params["positions"][patches.positions_p2 @ np.array([edge, 1], np.int32)]
     if "pre_norm" in params:
@@ -127,17 +132,42 @@ def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.
     angles = _cos_sin(patches.positions_p2, config) if config.rope_theta else None
     attend = _get_attend(patches, config, has_kernel=isinstance(kernel, PackedMatrix))
 
-    def run(x_pw: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, None]:
-        own, is_full = layer
-        return _layer(x_pw, own, functools.partial(attend, is_full), angles, num_patches, config), None
+    def run(x_pw: jax.Array, own: Params, is_full: Any) -> jax.Array:
+        return _layer(x_pw, own, functools.partial(attend, is_full), angles, num_patches, config)
 
     is_full_l = np.isin(np.arange(config.num_layers), config.full_layers)
     if isinstance(params["layers"], list):
-        for layer in zip(params["layers"], is_full_l.tolist(), strict=True):
-            x_pw, _ = run(x_pw, layer)
+        deep = []
+        for index, own in enumerate(params["layers"]):
+            x_pw = run(x_pw, own, bool(is_full_l[index]))
+            deep += [x_pw] if index in config.deep_layers else []
     else:
-        x_pw, _ = lax.scan(run, x_pw, (params["layers"], jnp.asarray(is_full_l)))
-    return _project(x_pw, params, num_patches, config).astype(jnp.float32)
+        is_deep_ln = np.arange(config.num_layers)[:, None] == np.array(config.deep_layers, int)
+
+        def step(carry: tuple[jax.Array, Any], layer: tuple[Params, Any, Any]) -> tuple[tuple[jax.Array, Any], None]:
+            (x_pw, deep), (own, is_full, is_deep_n) = carry, layer
+            x_pw = run(x_pw, own, is_full)
+            return (x_pw, [jnp.where(is_deep_n[i], x_pw, old) for i, old in enumerate(deep)]), None
+
+        carry = x_pw, [x_pw] * len(config.deep_layers)
+        (x_pw, deep), _ = lax.scan(step, carry, (params["layers"], jnp.asarray(is_full_l), jnp.asarray(is_deep_ln)))
+    rows = [_project(x_pw, params, num_patches, config)]
+    rows += [_project_deep(x_pw, index, params, num_patches, config) for index, x_pw in enumerate(deep)]
+    return jnp.concatenate(rows, axis=1).astype(jnp.float32)
+
+
+def _interpolate(positions_nw: jax.Array, places_p2: jax.Array, side: int) -> jax.Array:
+    """Return the learned positions at some places, each between four of them, in float32."""
+    floors_p2 = jnp.floor(places_p2).astype(jnp.int32)
+    offsets_p2 = places_p2 - floors_p2
+    total: Any = 0.0
+    for row, column in itertools.product(range(2), repeat=2):
+        near_p2 = jnp.minimum(floors_p2 + np.array([row, column], np.int32), side - 1)
+        weights_p2 = jnp.where(np.array([row, column], bool), offsets_p2, 1 - offsets_p2)
+        near_pw = positions_nw[near_p2[:, 0] * side + near_p2[:, 1]].astype(jnp.float32)
+        total = total + near_pw * (weights_p2[:, :1] * weights_p2[:, 1:])
+    interpolated: jax.Array = total
+    return interpolated
 
 
 def _layer(
@@ -302,6 +332,17 @@ def _project(x_pw: jax.Array, params: Params, num_patches: jax.Array, config: Vi
         x = linear(x, params["merger"])
     x = activate(linear(x, params["linear_1"]), config.projector_activation)
     return linear(x, params["linear_2"])
+
+
+def _project_deep(
+    x_pw: jax.Array, index: int, params: Params, num_patches: jax.Array, config: VisionConfig
+) -> jax.Array:
+    """Return what a layer of the language model adds, from an earlier layer's states."""
+    linear = functools.partial(_linear, num_rows=num_patches // config.num_merged)
+    merged = x_pw.reshape(len(x_pw) // config.num_merged, -1)
+    merged = _norm(merged, params[f"deep_{index}_norm"], config.projector_eps)
+    between = activate(linear(merged, params[f"deep_{index}_1"]), config.projector_activation)
+    return linear(between, params[f"deep_{index}_2"])
 
 
 def _linear(
