@@ -57,17 +57,11 @@ _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
     "compressed-tensors": compressed_tensors.read_config,
     "fp8": floats.read_fp8_config,
     "gptq": gptq.read_gptq,
+    floats.MODEL_OPT: floats.read_modelopt,
     "mxfp4": floats.read_mxfp4_config,
 }
-
-
-_MODEL_OPT = "modelopt"
 MODEL_OPT_FILE = "hf_quant_config.json"
-"""File in which NVIDIA's ModelOpt describes its weights and their layout."""
-MODEL_OPT_PROBLEM = (
-    f"weights quantized by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not supported; use the original weights, or "
-    f"weights of another method: {', '.join(_READERS)}"
-)
+"""File in which NVIDIA's ModelOpt describes its weights and their layout, unless config.json does."""
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
@@ -83,9 +77,9 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     if not isinstance(given, Mapping):
         raise InvalidArgument("config.json quantization_config", f"is {given!r}; it must be an object")
     fields = JsonFields(given, "quantization_config")
-    method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
-    if method == _MODEL_OPT or "quant_algo" in given:
-        raise Unsupported(MODEL_OPT_PROBLEM)
+    method = fields.text("quant_method", floats.MODEL_OPT if "quant_algo" in given else None)
+    if method.startswith(f"{floats.MODEL_OPT}_"):  # of vLLM
+        method = floats.MODEL_OPT
     if method == floats.BITSANDBYTES:
         floats.check_bitsandbytes_config(fields)
         return None
@@ -537,7 +531,8 @@ def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:
 def _find_scheme(folder: Path, config: Mapping[str, object]) -> Scheme | None:
     scheme = find_scheme(config)
     if scheme is None and (folder / MODEL_OPT_FILE).is_file():
-        raise Unsupported(f"folder {folder}: {MODEL_OPT_PROBLEM}")
+        described = JsonFields(read_json(folder / MODEL_OPT_FILE), MODEL_OPT_FILE).mapping("quantization")
+        return find_scheme({QUANTISATION_KEYS[0]: {**described, "quant_method": floats.MODEL_OPT}})
     return scheme
 
 

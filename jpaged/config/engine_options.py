@@ -46,9 +46,9 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "c
 
 OWN_QUANTIZATIONS = (
     *("auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
-    *("moe_wna16", "mxfp4", "hqq", "modelopt", "modelopt_fp4", "quark", "torchao"),
+    *("moe_wna16", "mxfp4", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "hqq", "quark", "torchao"),
 )
-"""Methods of quantized checkpoints by vLLM's names; files of the last five are not supported."""
+"""Methods of quantized checkpoints by vLLM's names; files of the last three are not supported."""
 _EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 65536}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',

@@ -269,6 +269,22 @@ def compressed_nvfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
     return parts, E2M1[codes] * each
 
 
+def modelopt_nvfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    parts, plain = compressed_nvfp4(weight, rng)
+    whole = 1 / parts[".weight_global_scale"].astype(np.float32)[0]
+    return {
+        ".weight": parts[".weight_packed"],
+        ".weight_scale": parts[".weight_scale"],
+        ".weight_scale_2": np.array(whole, np.float32),
+        ".input_scale": np.array(0.04, np.float32),
+    }, plain
+
+
+def modelopt_block(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    parts, plain = float8("block", size=128)(weight, rng)
+    return {**parts, ".weight_scale": parts[".weight_scale"][:, None, :, None]}, plain
+
+
 def compressed_mxfp8(weight: np.ndarray, rng: np.random.Generator) -> Written:
     exponents = np.floor(np.log2(np.abs(by_group(weight, 32)).max(-1))) - 8
     each = spread(np.exp2(exponents), weight.shape[1])
@@ -446,6 +462,34 @@ LAYOUTS = [
             {**_int(4, "tensor_group", group_size=16, dynamic="local"), "type": "float"},
         ),
         compressed_nvfp4,
+    ),
+    LayoutCase(
+        "modelopt_fp8",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["lm_head", "*.o_proj*"],
+            "producer": {"name": "modelopt"},
+        },
+        float8("tensor", is_static=True),
+        left=("o_proj",),
+    ),
+    LayoutCase(
+        "modelopt_fp8_columns",
+        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"},
+        float8("channel"),
+    ),
+    LayoutCase("modelopt_fp8_blocks", {"quant_algo": "fp8_pb_wo", "ignore": ["lm_head"]}, modelopt_block),
+    LayoutCase(
+        "modelopt_mxfp8",
+        {"quant_algo": "MXFP8", "quant_method": "modelopt", "ignore": ["lm_head"]},
+        compressed_mxfp8,
+        cuts_nothing=True,
+    ),
+    LayoutCase(
+        "modelopt_nvfp4",
+        {"quant_algo": "NVFP4", "quant_method": "modelopt_fp4", "group_size": 16, "ignore": ["lm_head"]},
+        modelopt_nvfp4,
     ),
     LayoutCase(
         "mxfp8",
