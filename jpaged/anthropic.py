@@ -39,7 +39,17 @@ from jpaged.chat import (
     text_of_parts,
 )
 from jpaged.errors import InvalidArgument
-from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, list_in, object_in, own_fields
+from jpaged.openai.request import (
+    KEPT_THINKING,
+    OF_CHATS,
+    SWITCHES,
+    Job,
+    LenientBody,
+    chat_job,
+    list_in,
+    object_in,
+    own_fields,
+)
 from jpaged.openai.response import ResponseMetadata
 from jpaged.openai.response_input import join_turns
 from jpaged.sampling_params import NO_DEFAULTS
@@ -143,8 +153,6 @@ _THEIRS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Chat field -> its name in a body of messages."""
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that switch thinking on or off; a template without them ignores both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +263,9 @@ def parse_messages_request(
         "response_format": _response_format(output),
         "user": object_in(body, "metadata").get("user_id"),
         "reasoning": _reasoning(thinking, effort, can_think=can_think),
-        "chat_template_kwargs": _template_kwargs(thinking, body.get("chat_template_kwargs")),
+        "chat_template_kwargs": _template_kwargs(
+            thinking, object_in(body, "context_management"), body.get("chat_template_kwargs")
+        ),
         **conversation.continuation,
     }
     numbers = tuple(number for number, _ in conversation.tools.shown)
@@ -432,11 +442,13 @@ def _reasoning(thinking: Mapping[str, Any], effort: str | None, *, can_think: bo
     return found or None
 
 
-def _template_kwargs(thinking: Mapping[str, Any], given: Any) -> Any:
-    """Return the variables of the chat template: those of the body, and the switches of thinking."""
-    if not thinking or not isinstance(given, Mapping | None):
-        return given
-    return {**dict.fromkeys(_SWITCHES, thinking["type"] != "disabled"), **(given or {})}
+def _template_kwargs(thinking: Mapping[str, Any], context: Mapping[str, Any], given: Any) -> Any:
+    """Return the variables of the chat template: those of the body, and those that switch thinking and keep it."""
+    found = dict.fromkeys(SWITCHES, thinking["type"] != "disabled") if thinking else {}
+    for edit in list_in(context, "edits"):
+        if _type_in(edit) == "clear_thinking_20251015" and edit.get("keep") == "all":
+            found |= KEPT_THINKING
+    return {**found, **(given or {})} if found and isinstance(given, Mapping | None) else given
 
 
 def _output_config(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -297,10 +297,10 @@ _SPEECHLESS = ("assistant", "tool")
 _NOTES = frozenset(
     {
         *("annotations", "parsed", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
-        *("refusal", "reasoning"),
+        *("refusal", "reasoning", "extra_content"),
     }
 )
-"""Fields of other servers' messages; `refusal` and `reasoning` are used if the field they replace is null."""
+"""Fields of other servers' messages and calls; `refusal` and `reasoning` are used if the field they replace is null."""
 _NAMED = {
     "audio": "messages are text: send the transcript as content",
     "function_call": "send tool_calls",
@@ -536,7 +536,7 @@ def _text_part(where: str, part: Any) -> str:
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     """Return a call without client additions: the index and `parsed_arguments`. Its arguments become text."""
-    _check_names(where, call, {"id", "type", "function", "index"})
+    _check_names(where, call, {"id", "type", "function", "index"} | _NOTES)
     if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
     function = call.get("function")
