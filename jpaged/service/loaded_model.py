@@ -57,6 +57,7 @@ from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.types import (
     Adapter,
     LoadedAdapter,
@@ -702,6 +703,8 @@ class LoadedModel:
             vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
         )
         self.input_processor.set_images(images)
+        if isinstance(self.tokenizer, HuggingFaceTokenizer):
+            self.tokenizer.set_placeholder(vision.processor.placeholder_id)
         limits = images.limits
         model = dataclasses.replace(self.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
         if config.server.max_request_size == ServerOptions().max_request_size:
