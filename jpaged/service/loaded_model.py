@@ -426,6 +426,15 @@ class RoleCounts:
         """Count a prompt that the rule assigns to this server."""
         self.num_here[reason] += 1
 
+    def note_slow_transfer(self, num_tokens: int, transfer_s: float, compute_s: float) -> None:
+        """Count a prompt that is computed here because its transfer would take longer; log at a limited rate."""
+        self.here("slower")
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s.get("slower", 0.0):
+            self._quiet_until_s["slower"] = now_s + _QUIET_S
+            what = "prompt of %d tokens computed locally (%d so far): %.1f ms, next to %.1f ms to transfer its blocks"
+            _LOG.info(what, num_tokens, self.num_here["slower"], compute_s * 1e3, transfer_s * 1e3)
+
     def failed(self, reason: str, error: BaseException) -> None:
         """Count a prompt that is (partly) computed here after a failure; log each reason at a limited rate."""
         self.num_failed[reason] += 1

@@ -410,6 +410,11 @@ class DeviceRates:
         num_tokens, seconds = self.forward_s[-1]
         return num_tokens / (seconds + self.pair_s * num_tokens**2 / 2)
 
+    def prefill_s(self, begin: int, end: int) -> float:
+        """Return the seconds to compute the tokens `begin` to `end` of a prompt, in steps of the largest size."""
+        num_tokens, seconds = self.forward_s[-1]
+        return (end - begin) * seconds / num_tokens + self.pair_s * (end**2 - begin**2) / 2
+
 
 class RowField(NamedTuple):
     """One field of the record that controls how a row's next token is sampled.
