@@ -272,9 +272,7 @@ def test_a_folder_of_the_hub_cache_is_its_snapshot(tmp_path: Path) -> None:
 def test_weights_of_modelopt_are_named(tmp_path: Path) -> None:
     shutil.copytree(hub.find_folder("demo"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
-    with pytest.raises(
-        Unsupported, match=r"quant_algo is 'W4A8_AWQ'; supported: FP8, .*NVFP4"
-    ):
+    with pytest.raises(Unsupported, match=r"quant_algo is 'W4A8_AWQ'; supported: FP8, .*NVFP4"):
         hub.read_config(tmp_path)
 
 
