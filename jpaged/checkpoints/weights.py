@@ -26,7 +26,8 @@ from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
 from jpaged.checkpoints.names import check_tie, is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
-from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
+from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors, ModelOptNvfp4
+from jpaged.checkpoints.quantized.gptq import Gptq
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, is_input_first, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
 from jpaged.checkpoints.quantized.scheme import (
@@ -610,7 +611,7 @@ def _log_widening(folder: Path, scheme: Scheme | None, files: TensorSource, keep
             folder,
             files.num_matrices,
         )
-    cost = scheme.widening() if isinstance(scheme, CompressedTensors) else None
+    cost = scheme.widening() if isinstance(scheme, CompressedTensors | Gptq | ModelOptNvfp4) else None
     if isinstance(scheme, GgufScheme):
         cost = read_model(folder, keeps_embedding=keeps_embedding).widening()
     if cost is not None:

@@ -77,7 +77,9 @@ class ModelOptions:
         None, "branch, tag or commit of a tokenizer on the Hugging Face Hub; that of the model if both are in one place"
     )
     download_dir: str | None = option(
-        None, "folder for downloads from the Hugging Face Hub; that of the hub's client if unset", path="new folder"
+        None,
+        "folder for downloads; if unset, that of the hub's client, or for URLs one next to compiled programs",
+        path="new folder",
     )
     hf_token: str | None = option(
         None, "token for the Hugging Face Hub; the process list shows it: prefer the variable HF_TOKEN"

@@ -189,7 +189,14 @@ def require_whole(module: str, shape: Shape, in_multiple: int, out_multiple: int
 
 
 def words_to_numbers(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word."""
+    """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word.
+
+    Numbers of 3 bits may begin in one word and end in the next.
+    """
+    if bits == 3:
+        stored = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+        places = stored.reshape(*stored.shape[:-1], -1, bits)
+        return np.packbits(places, axis=-1, bitorder="little")[..., 0]
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return numbers.astype(np.uint8).reshape(*words.shape[:-1], -1)

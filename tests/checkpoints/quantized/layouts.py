@@ -84,12 +84,12 @@ def symmetric(weight: np.ndarray, bits: int, size: int) -> tuple[np.ndarray, np.
     return np.rint(groups / scales).reshape(weight.shape), scales[..., 0]
 
 
-def asymmetric(weight: np.ndarray, bits: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers from 0, scales, zeros from 0) with scales that float16 has."""
+def asymmetric(weight: np.ndarray, bits: int, size: int, least: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers from 0, scales, zeros from `least`) with scales that float16 has."""
     groups = by_group(weight, size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scales = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
-    zeros = np.clip(np.rint(-low / scales), 0, 2**bits - 1)
+    zeros = np.clip(np.rint(-low / scales), least, 2**bits - 1)
     numbers = np.clip(np.rint(groups / scales) + zeros, 0, 2**bits - 1)
     return numbers.reshape(weight.shape), scales[..., 0], zeros[..., 0]
 
@@ -100,11 +100,19 @@ def spread(of_groups: np.ndarray, depth: int) -> np.ndarray:
 
 def pack_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
     """`[n, columns]` -> int32 `[n * bits / 32, columns]`, the first in the lowest bits."""
+    if bits == 3:  # a whole number of bits for each column
+        columns = [sum(int(number) << (3 * place) for place, number in enumerate(column)) for column in numbers.T]
+        rows = [[column >> (32 * word) & 0xFFFFFFFF for column in columns] for word in range(3 * len(numbers) // 32)]
+        return np.array(rows, np.uint32).view(np.int32)
     per_word = 32 // bits
     words = np.zeros((-(-len(numbers) // per_word), numbers.shape[1]), np.uint32)
     for index, row in enumerate(numbers):
         words[index // per_word] |= row.astype(np.uint32) << np.uint32(bits * (index % per_word))
     return words.view(np.int32)
+
+
+GPTQMODEL_ONES = {4: [0x11111111], 8: [0x01010101], 3: [0x24924924, 0x92492492, 0x49249249]}
+"""What GPTQModel takes from zeros in its first format."""
 
 
 def gptq(
@@ -117,15 +125,16 @@ def gptq(
         order = rng.permutation(depth) if has_order else np.arange(depth)
         if borrows:
             weight = np.where(np.arange(len(weight))[:, None] % 3 == 1, np.abs(weight), weight)
-        numbers, scales, zeros = asymmetric(weight[:, order], bits, size)
+        numbers, scales, zeros = asymmetric(weight[:, order], bits, size, least=int(bits < 4 and not borrows))
         ids = np.empty(depth, np.int32)
         ids[order] = np.arange(depth) // size
         in_place = np.empty_like(numbers)
         in_place[:, order] = numbers
         if borrows:
             assert (zeros == 0).any()
-            ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
-            words = (pack_rows(zeros, bits).view(np.uint32) - ones).view(np.int32)
+            packed = pack_rows(zeros, bits).view(np.uint32)
+            ones = np.resize(np.array(GPTQMODEL_ONES[bits], np.uint32), len(packed))[:, None]
+            words = (packed - ones).view(np.int32)
         else:
             words = pack_rows(zeros if is_v2 else (zeros - 1) % 2**bits, bits)
         parts = {
@@ -341,6 +350,14 @@ LAYOUTS = [
         left=("o_proj",),
     ),
     LayoutCase("gptq_8_bits", {**_GPTQ, "bits": 8}, gptq(8)),
+    LayoutCase("gptq_2_bits", {**_GPTQ, "bits": 2}, gptq(2), cuts_nothing=True),
+    LayoutCase("gptq_3_bits", {**_GPTQ, "bits": 3}, gptq(3), cuts_nothing=True),
+    LayoutCase(
+        "gptq_3_bits_borrows",
+        {**_GPTQ, "bits": 3, "meta": {"quantizer": ["gptqmodel:5.0.0"]}},
+        gptq(3, borrows=True),
+        cuts_nothing=True,
+    ),
     LayoutCase("gptq_borrows", {**_GPTQ, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}, gptq(4, borrows=True)),
     LayoutCase(
         "gptq_8_bits_borrows",

@@ -31,9 +31,9 @@ AUTO_ROUND = {
 }
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, Unsupported, "quant_method is 'bitsandbytes'"),
-    ({**CONFIGS["gptq"], "bits": 3}, Unsupported, "bits is 3"),
+    ({**CONFIGS["gptq"], "bits": 5}, Unsupported, "bits is 5"),
     ({**CONFIGS["gptq"], "checkpoint_format": "marlin"}, Unsupported, "checkpoint_format is 'marlin'"),
-    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}, "+:.*": {"bits": 3}}}, Unsupported, "dynamic +:.*: bits is 3"),
+    ({**CONFIGS["gptq"], "dynamic": {"-:.*": {}, "+:.*": {"bits": 5}}}, Unsupported, "dynamic +:.*: bits is 5"),
     ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"new": 3}}}, Unsupported, "dynamic +:.*: unknown setting new=3"),
     ({**CONFIGS["gptq"], "dynamic": {"+:.*": {"sym": True}}}, Unsupported, "dynamic +:.*: sym is True"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, Unsupported, "group_size is 32"),
@@ -43,7 +43,7 @@ REFUSED = [
     ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"}, Unsupported, "packing_format is 'auto_round:llm_"),
     ({**AUTO_ROUND, "data_type": "mx_fp"}, Unsupported, "data_type is 'mx_fp'"),
     ({**AUTO_ROUND, "act_bits": 4}, Unsupported, "act_bits is 4"),
-    ({**AUTO_ROUND, "extra_config": {"a": {"bits": 2}}}, Unsupported, "quantization_config a: bits is 2"),
+    ({**AUTO_ROUND, "extra_config": {"a": {"bits": 5}}}, Unsupported, "quantization_config a: bits is 5"),
     ({**CONFIGS["gptq"], "dynamic": {"-:(": {}}}, Unsupported, "'(' is not a regular expression"),
     ({**CONFIGS["gptq"], "is_marlin_format": True}, Unsupported, "is_marlin_format is True"),
     ({**CONFIGS["gptq"], "method": "qqq"}, Unsupported, "method is 'qqq'"),
