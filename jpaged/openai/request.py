@@ -54,10 +54,6 @@ _OF_REASONING = {
     "thinking_token_budget": "thinking_token_budget",
     "thinking_budget": "thinking_token_budget",
 }
-SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that switch thinking on or off; a template without them ignores both."""
-KEPT_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-"""Variables of chat templates that keep the reasoning of earlier turns; a template without them ignores both."""
 _VARIABLES = ("enable_thinking", "preserve_thinking")
 """Fields of Qwen's API that are variables of chat templates."""
 _THINKING_TYPES = {"enabled": True, "adaptive": True, "auto": True, "disabled": False}
@@ -145,11 +141,17 @@ def _variables_in(body: Mapping[str, Any]) -> Any:
         kind = thinking.get("type")
         if not isinstance(kind, str) or kind not in _THINKING_TYPES:
             raise InvalidArgument("thinking.type", f"{shown(kind)} is not one of {', '.join(_THINKING_TYPES)}")
-        found |= dict.fromkeys(SWITCHES, _THINKING_TYPES[kind])
+        found |= thinking_kwargs(is_on=_THINKING_TYPES[kind])
         if "clear_thinking" in thinking:
             found["clear_thinking"] = flag_in(thinking, "clear_thinking")
     found |= {name: flag_in(body, name) for name in _VARIABLES if name in body}
     return {**found, **(given or {})} if found and isinstance(given, Mapping | None) else given
+
+
+def thinking_kwargs(*, is_on: bool | None = None, is_kept: bool | None = None) -> dict[str, bool]:
+    """Return variables that switch thinking, and keep that of earlier turns; templates without them ignore them."""
+    found = {} if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
+    return found if is_kept is None else {**found, "preserve_thinking": is_kept, "clear_thinking": not is_kept}
 
 
 def _reasoning_in(body: Mapping[str, Any]) -> Any:

@@ -36,7 +36,7 @@ _MAX_WARNINGS = 16
 UNREAD_ITEM_FIELDS = frozenset({"id", "status", "phase", "end_turn", "caller", "async"})
 """Fields of items that identify them, give their status, or name the caller of a tool; ignored."""
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+PART_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 UNREAD_PART_FIELDS = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 PART_FIELDS = frozenset({"type", "text", "refusal"}) | UNREAD_PART_FIELDS
 ITEM_FIELDS: Mapping[str, frozenset[str]] = {
@@ -400,7 +400,7 @@ class ItemConverter:
             if kind == "input_image":
                 texts.append(read_parts(where, role, [part], start=j))
                 continue
-            text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+            text = part.get(PART_TEXTS[kind]) if isinstance(kind, str) and kind in PART_TEXTS else None
             if not isinstance(text, str):
                 shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "a part that is not an object"
                 problem = f"{shown} is not a text part: only text and input_image are supported"
