@@ -15,24 +15,34 @@ States and sums stay in vector memory. A row takes whole registers there, so tha
 list of each expert's rows is in scalar memory. So neither the sorted rows nor their results are arrays in the device's
 memory. A row's results are added in ascending order of the experts.
 
+Numbers of 4 bits, and floats of 8 bits, become bfloat16 in vector memory, once for all rows of an expert:
+
+    word of 8 codes   7 6 5 4 3 2 1 0     a mask leaves codes j and j + 4, which are the two halves of a word: a few
+    j = 1             . . 5 . . . 1 .     operations on whole words convert both at their places
+
+So rows of matrices come in the order of `order_of_depth`, and states and inner values are brought to it.
+
 Only functions that trace import Pallas: it takes a third as long as jax, and every model imports this module.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpaged.kernels.experts.routing import Routes
 from jpaged.kernels.experts.weights import ExpertWeights, flat, join
 from jpaged.kernels.matmul.on_device import lowered_device
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, rounds_rows
-from jpaged.kernels.matrix_format import VALUE_DTYPES
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES, Values
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
@@ -53,7 +63,12 @@ _NUM_SUBLANES = 32
 """Rows of a register of 8-bit numbers: depths are whole ones."""
 _MAX_ROUTES = 1 << 16
 """Tokens and weights of routes take 8 bytes each of scalar memory, which has 1 MiB."""
-_EIGHT_BITS = VALUE_DTYPES["int8"], VALUE_DTYPES["fp8"]
+_CODES_OF_WORD: Mapping[Values, int] = {"mxfp4": 8, "int4": 8, "fp8": 4, "int8": 2}
+"""Numbers of a column that are unpacked from a word of 32 bits; int8 is converted by the hardware, in pairs."""
+_PAIR = 16
+"""Rows of a register of bfloat16: two in a word."""
+_CHUNK_DEPTH, _CHUNK_COLUMNS = 256, 512
+"""Numbers that are unpacked in one iteration."""
 _VMEM_BYTES, _LARGE_VMEM_BYTES = 56 << 20, 100 << 20
 _LARGE_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 """Kinds of devices with 128 MiB of vector memory; others have 64 MiB."""
@@ -71,6 +86,8 @@ class ExpertsForm:
         block: columns of gates and ups in a block; the last block may extend beyond the matrices.
         gate: the gate function.
         vmem_bytes: limit of the kernel's vector memory.
+        values: type of the weights; None is bfloat16.
+        group_sizes: numbers that share a scale, of gates and ups and of downs; None is all of a column.
         is_interpreted: for tests.
     """
 
@@ -81,7 +98,20 @@ class ExpertsForm:
     block: int
     gate: GateFunction
     vmem_bytes: int
+    values: Values | None = None
+    group_sizes: tuple[int | None, int | None] = (None, None)
     is_interpreted: Any = False
+
+    @property
+    def is_unpacked(self) -> bool:
+        """True if weights are converted once for all rows, and not by each matmul."""
+        return self.values not in (None, "int8") or self.group_sizes != (None, None)
+
+    @property
+    def unit(self) -> int:
+        """Rows of matrices that are reordered together; 1 if none are."""
+        num_codes = 2 if self.values is None else _CODES_OF_WORD[self.values]
+        return 1 if num_codes == 2 else 8 * num_codes
 
     @property
     def num_blocks(self) -> int:
@@ -110,20 +140,43 @@ def find_form(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: Gat
     matrices = [flat(each)[0] for each in (weights.gate, weights.up, weights.down)]
     if device is None or device.platform != "tpu" or x_te.dtype != jnp.bfloat16:
         return None
-    if not all(map(_takes, matrices)) or len({str(_values(each).dtype) for each in matrices}) > 1:
+    if not all(map(_takes, matrices)) or len({_kind(each) for each in matrices}) > 1:
         return None
     shape = (*x_te.shape, matrices[2].shape[1], routes.ids_tk.shape[1])
-    if shape[1] % _NUM_SUBLANES or shape[2] % _NUM_SUBLANES:
+    sizes = _group_size(matrices[1]), _group_size(matrices[2])
+    if _group_size(matrices[0]) != sizes[0] or shape[1] % _NUM_SUBLANES or shape[2] % _NUM_SUBLANES:
         return None
-    return choose_form(shape, weights.num_experts, gate, device.device_kind, _values(matrices[2]).dtype.itemsize)
+    form = choose_form(shape, weights.num_experts, gate, device.device_kind, _kind(matrices[2])[0], sizes)
+    return None if form is None or shape[1] % form.unit or shape[2] % form.unit else form
 
 
 def _takes(matrices: Any) -> bool:
-    """Return True for bfloat16, and for 8 bits with a scale per column whose rows are not rounded."""
+    """Return True for bfloat16, and for fewer bits whose groups are whole words and whose rows are not rounded."""
     if not isinstance(matrices, QuantizedMatrix):
         return bool(matrices.dtype == jnp.bfloat16)
-    is_plain = matrices.zeros is None and matrices.group_ids is None and not rounds_rows(matrices)
-    return is_plain and matrices.num_groups == 1 and matrices.values.dtype in _EIGHT_BITS
+    if matrices.group_ids is not None or rounds_rows(matrices):
+        return False
+    num_codes, size = _CODES_OF_WORD[_kind(matrices)[0]], matrices.group_size
+    if matrices.num_groups == 1:
+        return matrices.zeros is None
+    if matrices.zeros is not None and matrices.zeros.dtype != jnp.int8:
+        return False
+    unit = 8 * num_codes
+    return size % unit == 0 or (unit % size == 0 and size % num_codes == 0)
+
+
+def _kind(matrices: Any) -> tuple[Any, bool]:
+    """Return the type of the weights, None for bfloat16, and whether they have zero points."""
+    if not isinstance(matrices, QuantizedMatrix):
+        return None, False
+    names = {dtype: name for name, dtype in VALUE_DTYPES.items()}
+    return names[np.dtype(matrices.values.dtype)], matrices.zeros is not None
+
+
+def _group_size(matrices: Any) -> int | None:
+    if not isinstance(matrices, QuantizedMatrix) or matrices.num_groups == 1:
+        return None
+    return matrices.group_size
 
 
 def _values(matrices: Any) -> Any:
@@ -131,7 +184,12 @@ def _values(matrices: Any) -> Any:
 
 
 def choose_form(
-    shape: tuple[int, int, int, int], num_experts: int, gate: GateFunction, device_kind: str, itemsize: int = 2
+    shape: tuple[int, int, int, int],
+    num_experts: int,
+    gate: GateFunction,
+    device_kind: str,
+    values: Values | None = None,
+    group_sizes: tuple[int | None, int | None] = (None, None),
 ) -> ExpertsForm | None:
     """Return the sizes for T tokens of width E with K of X experts of inner width F; None if they do not fit.
 
@@ -140,23 +198,34 @@ def choose_form(
         num_experts: X.
         gate: the gate function.
         device_kind: as jax names the device.
-        itemsize: bytes of a weight.
+        values, group_sizes: as of `ExpertsForm`.
     """
     num_tokens, width, inner, top_k = shape
     limit = _LARGE_VMEM_BYTES if device_kind.startswith(_LARGE_KINDS) else _VMEM_BYTES
     even = -(-num_tokens * top_k // num_experts)
     tile_rows = min(max(_rounded_up(even + even // 4, 32), _LEAST_ROWS), _rounded_up(num_tokens, 16), _MOST_ROWS)
+    form = ExpertsForm(num_tokens, width, inner, tile_rows, inner, gate, limit, values, group_sizes)
     of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * 16
-    of_column = (2 * itemsize + 4 * (itemsize == 1)) * (3 if gate.has_gates else 2) * width + tile_rows * 16
-    most = (limit - of_rows - (4 << 20)) // of_column
+    most = int((limit - of_rows - (4 << 20)) // (_bytes_of_column(form) + tile_rows * 16))
     least = _LEAST_COLUMNS if even <= _MANY_ROWS else _LEAST_OF_MANY_ROWS
     if num_tokens * top_k > _MAX_ROUTES or most < min(least, inner):
         return None
-    block = inner
-    if most < inner:
-        num_blocks = -(-inner // (most // LANES * LANES))
-        block = -(-inner // (num_blocks * LANES)) * LANES
-    return ExpertsForm(num_tokens, width, inner, tile_rows, block, gate, limit)
+    if most >= inner:
+        return form
+    # Scales of downs come in blocks, too: of whole registers.
+    unit = math.lcm(LANES, 8 * (group_sizes[1] or 1))
+    if most < unit:
+        return None
+    num_blocks = -(-inner // (most // unit * unit))
+    return dataclasses.replace(form, block=-(-inner // (num_blocks * unit)) * unit)
+
+
+def _bytes_of_column(form: ExpertsForm) -> float:
+    """Return the vector memory of a column of gates and ups, and the row of downs: two blocks, and converted weights."""
+    num_bytes = 2.0 if form.values is None else NUM_BITS[form.values] / 8
+    of_number = 2 * num_bytes + (2 if form.is_unpacked else 4 * (form.values is not None))
+    sizes = [form.group_sizes[0]] * (2 if form.gate.has_gates else 1) + [form.group_sizes[1]]
+    return form.width * sum(of_number + (16 / size if size else 0) for size in sizes)
 
 
 def _rounded_up(size: int, unit: int) -> int:
@@ -219,22 +288,25 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
     down, first = flat(weights.down)
     rows = ExpertRows.sort(routes, weights.num_experts, first)
     inner = [flat(each)[0] for each in ((weights.gate,) if form.gate.has_gates else ()) + (weights.up,)]
-    scales = [each.scales for each in (*inner, down)] if isinstance(down, QuantizedMatrix) else []
+    quantized = [each for each in (*inner, down) if isinstance(each, QuantizedMatrix)]
+    factors = [each.scales for each in quantized] + [each.zeros for each in quantized if each.zeros is not None]
     biases: list[Any] = [weights.gate_bias, weights.up_bias][-len(inner) :] if weights.up_bias is not None else []
-    refs = functools.partial(_ExpertRefs.of, num_inner=len(inner), has_scales=bool(scales), has_biases=bool(biases))
+    has_zeros = len(factors) > len(quantized)
+    counts = len(inner), len(quantized), len(quantized) * has_zeros, len(biases)
     lines = form.row_sums
     num_weights = form.width * form.inner * (len(inner) + 1)
     sums: jax.Array = pl.pallas_call(
-        lambda *arrays: _kernel(refs(arrays), form),
+        lambda *arrays: _kernel(_ExpertRefs.of(arrays, *counts), form),
         name="experts",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=_NUM_LISTS,
             grid=(form.num_blocks, jnp.maximum(rows.num_used[0], 1)),
-            in_specs=_specs(form, len(inner), has_scales=bool(scales), has_biases=bool(biases)),
+            in_specs=_specs(form, *counts),
             out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
             scratch_shapes=[
                 pltpu.VMEM((form.row_words * form.stride, LANES), jnp.uint32),
                 pltpu.VMEM((lines * form.stride, LANES), jnp.float32),
+                *_unpacked_shapes(form, len(inner), has_zeros=has_zeros),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((form.num_tokens, lines, LANES), jnp.float32),
@@ -244,12 +316,12 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
         cost_estimate=pl.CostEstimate(
             flops=2 * len(rows.tokens_p) * num_weights,
             transcendentals=0,
-            bytes_accessed=_values(down).dtype.itemsize * len(rows.matrices_s) * num_weights,
+            bytes_accessed=jax.dtypes.itemsize_bits(_values(down).dtype) // 4 * len(rows.matrices_s) * num_weights // 2,
         ),
         interpret=form.is_interpreted,
     )(
         *(rows.matrices_s, rows.experts_s, rows.starts_s, rows.counts_s, rows.tokens_p, rows.weights_p),
-        *(pack(x_te), *map(_values, inner), _values(down), *scales),
+        *(pack(_reordered(x_te, form)), *map(_values, inner), _values(down), *factors),
         *(bias[:, None, :] for bias in biases),
     )
     return sums.reshape(form.num_tokens, -1)[:, : form.width]
@@ -259,27 +331,46 @@ _NUM_LISTS = 6
 """Arrays in scalar memory."""
 
 
-def _specs(form: ExpertsForm, num_inner: int, *, has_scales: bool, has_biases: bool) -> list[Any]:
-    """Return the blocks of the states, of gates and ups, of down, and of their scales and biases."""
+def _specs(form: ExpertsForm, num_inner: int, num_scales: int, num_zeros: int, num_biases: int) -> list[Any]:
+    """Return the blocks of the states, of gates and ups, of down, and of their scales, zero points and biases."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     def inner_block(f: Any, s: Any, matrices_s: Any, *_: Any) -> tuple[Any, Any, Any]:
         return matrices_s[s], 0, f
 
+    def down_block(f: Any, s: Any, matrices_s: Any, *_: Any) -> tuple[Any, Any, Any]:
+        return matrices_s[s], f, 0
+
     def bias_block(f: Any, s: Any, _: Any, experts_s: Any, *others: Any) -> tuple[Any, Any, Any]:
         del others
         return experts_s[s], 0, f
 
+    of_inner, of_down = form.group_sizes
+    inner_groups, down_groups = form.width // of_inner if of_inner else 1, form.block // of_down if of_down else 1
+    factors = [pl.BlockSpec((1, inner_groups, form.block), inner_block)] * num_inner
+    down_place = down_block if of_down else lambda f, s, matrices_s, *_: (matrices_s[s], 0, 0)
+    factors += [pl.BlockSpec((1, down_groups, form.width), down_place)]
     specs = [pl.BlockSpec(memory_space=pltpu.VMEM)]
     specs += [pl.BlockSpec((1, form.width, form.block), inner_block)] * num_inner
-    specs += [pl.BlockSpec((1, form.block, form.width), lambda f, s, matrices_s, *_: (matrices_s[s], f, 0))]
-    if has_scales:
-        specs += [pl.BlockSpec((1, 1, form.block), inner_block)] * num_inner
-        specs += [pl.BlockSpec((1, 1, form.width), lambda f, s, matrices_s, *_: (matrices_s[s], 0, 0))]
-    if has_biases:
-        specs += [pl.BlockSpec((1, 1, form.block), bias_block)] * num_inner
-    return specs
+    specs += [pl.BlockSpec((1, form.block, form.width), down_block)]
+    specs += factors * (bool(num_scales) + bool(num_zeros))
+    return specs + [pl.BlockSpec((1, 1, form.block), bias_block)] * num_biases
+
+
+def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> list[Any]:
+    """Return scratch memory for converted weights, then for the scales of one matrix, then for its zero points."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    if not form.is_unpacked:
+        return []
+    shapes = [(form.width, form.block)] * num_inner + [(form.block, form.width)]
+    sizes = [form.group_sizes[0]] * num_inner + [form.group_sizes[1]]
+    scratch = [pltpu.VMEM((shape[0] // 2, shape[1]), jnp.int32) for shape in shapes]
+    for shape, size in zip(shapes, sizes, strict=True):
+        if size:
+            scratch += [pltpu.VMEM((shape[0] // size, shape[1]), jnp.int32)] * (1 + has_zeros)
+    return scratch
 
 
 def pack(x_te: Float[Array, "T E"]) -> jax.Array:
@@ -303,10 +394,11 @@ class _ExpertRefs:
 
     Attributes:
         inner: gate and up, or only up.
-        scales: of these and of down, or none.
+        scales, zeros: of these and of down, or none.
         biases: of the first, or none.
         tile: rows of states; line i of row r is at `i * stride + r`.
         results: rows of sums, in the same places.
+        unpacked: converted weights, then scales, then zero points of each of these; or none.
     """
 
     starts: Any
@@ -317,13 +409,17 @@ class _ExpertRefs:
     inner: Sequence[Any]
     down: Any
     scales: Sequence[Any]
+    zeros: Sequence[Any]
     biases: Sequence[Any]
     sums: Any
     tile: Any
     results: Any
+    unpacked: Sequence[Any]
 
     @classmethod
-    def of(cls, arrays: Sequence[Any], *, num_inner: int, has_scales: bool, has_biases: bool) -> _ExpertRefs:
+    def of(
+        cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int
+    ) -> _ExpertRefs:
         """Name the arrays in the order of the call."""
         left = iter(arrays[2:])
 
@@ -331,8 +427,7 @@ class _ExpertRefs:
             return [next(left) for _ in range(num)]
 
         lists, inner, down = take(5), take(num_inner), next(left)
-        scales, biases = take((num_inner + 1) * has_scales), take(num_inner * has_biases)
-        named: list[Any] = [*lists, inner, down, scales, biases, *left]
+        named: list[Any] = [*lists, inner, down, take(num_scales), take(num_zeros), take(num_biases), *take(3), [*left]]
         return cls(*named)
 
 
@@ -348,6 +443,9 @@ def _kernel(refs: _ExpertRefs, form: ExpertsForm) -> None:
             refs.sums[token] = jnp.zeros((form.row_sums, LANES), jnp.float32)
 
         jax.lax.fori_loop(0, form.num_tokens, clear, None)
+
+    if form.is_unpacked:
+        _unpack_matrices(refs, form, f)
 
     def run_tile(i: Any, _: None) -> None:
         first, num = start + i * size, jnp.minimum(count - i * size, size)
@@ -384,21 +482,198 @@ def _multiply(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> None:
 
     parts = [_unpack(refs.tile[lines(i), :]) for i in range(form.row_words)]
     x = jnp.concatenate([low for low, _ in parts] + [high for _, high in parts], axis=1)[:, : form.width]
-    products = [_dot(x, ref[0].astype(x.dtype)) for ref in refs.inner]
-    if refs.scales:
+    *gates_and_ups, down = _weights(refs, form, f)
+    products = [_dot(x, each) for each in gates_and_ups]
+    if refs.scales and form.group_sizes[0] is None:
         products = [y * ref[0] for y, ref in zip(products, refs.scales[:-1], strict=True)]
     if refs.biases:
         products = [y + ref[0].astype(jnp.float32) for y, ref in zip(products, refs.biases, strict=True)]
-    inner, down = join(form.gate, products[0], products[-1]), refs.down[0].astype(x.dtype)
+    inner = join(form.gate, products[0], products[-1])
     if form.inner % form.block:
         left = form.inner - f * form.block  # beyond the matrices there is anything, even NaN
         inner = jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
-        down = jnp.where(jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < left, down, jnp.zeros_like(down))
-    y = _dot(inner.astype(x.dtype), down)
-    y = y * refs.scales[-1][0] if refs.scales else y
+    y = _dot(_reordered_columns(inner.astype(x.dtype), form), down)
+    y = y * refs.scales[-1][0] if refs.scales and form.group_sizes[1] is None else y
     for i in range(form.row_sums):
         columns = y[:, i * LANES : (i + 1) * LANES]
         refs.results[lines(i), : columns.shape[1]] = columns
+
+
+def _weights(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> list[jax.Array]:
+    """Return block f of gates, ups and downs in bfloat16; rows beyond the matrix are finite."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    if form.is_unpacked:
+        return [pltpu.bitcast(ref[...], jnp.bfloat16) for ref in refs.unpacked[: len(refs.inner) + 1]]
+    *inner, down = (ref[0].astype(jnp.bfloat16) for ref in (*refs.inner, refs.down))
+    if form.inner % form.block:
+        is_own = jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < form.inner - f * form.block
+        down = jnp.where(is_own, down, jnp.zeros_like(down))
+    return [*inner, down]
+
+
+def _order_of_unit(form: ExpertsForm) -> np.ndarray:
+    """Return the row of the matrix at each place of a unit of converted weights."""
+    half = form.unit // 16
+    return np.arange(form.unit).reshape(8, 2, half).transpose(2, 0, 1).reshape(-1)
+
+
+def _reordered(x_te: jax.Array, form: ExpertsForm) -> jax.Array:
+    """Return states in the order of the rows of converted weights."""
+    if form.unit == 1:
+        return x_te
+    units = x_te.reshape(len(x_te), -1, 8, 2, form.unit // 16)
+    return units.transpose(0, 1, 4, 2, 3).reshape(x_te.shape)
+
+
+def _reordered_columns(inner: jax.Array, form: ExpertsForm) -> jax.Array:
+    """Return inner values in the order of the rows of converted weights: a matmul is faster than moves of lanes."""
+    if form.unit == 1:
+        return inner
+    place = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
+    own, half = place & (form.unit - 1), form.unit // 16
+    row = (own & 15) // 2 * 2 * half + (own & 1) * half + own // 16 + place - own
+    moves = (jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) == row).astype(jnp.bfloat16)
+    parts = []
+    for i in range(0, inner.shape[1], LANES):
+        part = inner[:, i : i + LANES]
+        size = part.shape[1]
+        parts.append(_dot(part, moves[:size, :size]).astype(inner.dtype))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _unpack_matrices(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> None:
+    """Convert block f of an expert's matrices, and multiply by the scales of groups."""
+    matrices = [*refs.inner, refs.down]
+    sizes = [form.group_sizes[0]] * len(refs.inner) + [form.group_sizes[1]]
+    words = iter(refs.unpacked[len(matrices) :])
+    for i, (ref, size) in enumerate(zip(matrices, sizes, strict=True)):
+        scales = zeros = None
+        if size is not None:
+            left = form.inner - f * form.block if ref is refs.down and form.inner % form.block else None
+            scales = _repeat_in_words(refs.scales[i], next(words), size, left, _SCALED.get(form.values, 1.0))
+            if refs.zeros:
+                zeros = _repeat_in_words(refs.zeros[i], next(words), size, left, shift=_SHIFTED.get(form.values, 0.0))
+        _unpack_matrix(ref, refs.unpacked[i], form, size, scales, zeros)
+
+
+def _repeat_in_words(ref: Any, words: Any, size: int, left: Any, factor: float = 1.0, shift: float = 0.0) -> Any:
+    """Write each number of a block, rounded to bfloat16, to both halves of a word; zeros beyond the matrix."""
+    numbers = ref[0].astype(jnp.float32) * factor + shift
+    if left is not None:
+        is_own = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 0) * size < left
+        numbers = jnp.where(is_own, numbers, 0.0)
+    bits = jax.lax.bitcast_convert_type(numbers.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32)
+    words[...] = jax.lax.bitcast_convert_type(bits | (bits >> 16), jnp.int32)
+    return words
+
+
+def _unpack_matrix(ref: Any, out: Any, form: ExpertsForm, size: int | None, scales: Any, zeros: Any) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    assert form.values is not None
+    depth, columns = 2 * out.shape[0], out.shape[1]
+    num_codes = _CODES_OF_WORD[form.values]
+    unit = 8 * num_codes
+    whole = max(unit, _NUM_SUBLANES)
+    chunk = max(rows for rows in range(whole, _CHUNK_DEPTH + whole, whole) if depth % rows == 0)
+
+    def factors(words: Any, first: Any, own: slice) -> jax.Array:
+        """Those of a unit: row i of words has numbers `num_codes * i` and following."""
+        assert size is not None
+        rows = [words[pl.ds((first + skip) // size, 1), own] for skip in range(0, unit, min(size, unit))]
+        found = jnp.broadcast_to(rows[0], (8, rows[0].shape[1]))
+        lines = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+        for i, row in enumerate(rows[1:], 1):
+            found = jnp.where(lines < i * size // num_codes, found, row)
+        return pltpu.bitcast(found, jnp.bfloat16)
+
+    def unpack(i: Any, _: None) -> None:
+        first = pl.multiple_of(i * chunk, chunk)
+        for begin in range(0, columns, _CHUNK_COLUMNS):
+            own = slice(begin, min(begin + _CHUNK_COLUMNS, columns))
+            values = ref[0, pl.ds(first, chunk), own]
+            values = values.astype(jnp.bfloat16) if num_codes == 2 else pltpu.bitcast(values, jnp.int32)
+            lines = len(values) * unit // chunk
+            for at in range(0, chunk, unit):
+                part = values[at // unit * lines : (at // unit + 1) * lines]
+                scale = None if size is None else factors(scales, first + at, own)
+                zero = None if zeros is None else factors(zeros, first + at, own)
+                for j, numbers in enumerate(_CONVERSIONS[form.values](part, scale, zero)):
+                    place = first // 2 + (at + j * _PAIR) // 2
+                    out[pl.ds(pl.multiple_of(place, 8), 8), own] = pltpu.bitcast(numbers, jnp.int32)
+
+    jax.lax.fori_loop(0, depth // chunk, unpack, None)
+
+
+def _convert_pairs(values: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
+    return [_scaled(values if zeros is None else values - zeros, scales)]
+
+
+def _scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:
+    return numbers if scales is None else numbers * scales
+
+
+def _convert_int4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
+    """Return numbers j and j + 4 of each word: as the last bits of 136 + number."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    found = []
+    for j in range(4):
+        shifted = ((words >> 4 * j if j else words) & 0x000F000F) ^ 0x43084308
+        numbers = pltpu.bitcast(shifted, jnp.bfloat16) - (jnp.bfloat16(136) if zeros is None else zeros)
+        found.append(_scaled(numbers, scales))
+    return found
+
+
+def _convert_mxfp4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
+    """Return numbers j and j + 4 of each word: a sign, and two bits of the exponent and one of the mantissa.
+
+    Args:
+        scales: powers of two, halved; None if they are applied to products.
+    """
+    del zeros
+    shifted = [words << (12 - 4 * j) if j < 3 else words for j in range(4)]
+    return [_convert_float(each, 6, 0x01C001C0, jnp.bfloat16(0.5) if scales is None else scales) for each in shifted]
+
+
+def _convert_fp8(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
+    """Return numbers j and j + 2 of each word: a sign, four bits of the exponent and three of the mantissa."""
+    del zeros
+    numbers = [_convert_float(each, 4, 0x07F007F0, jnp.bfloat16(2.0**-7)) for each in (words << 8, words)]
+    return [_scaled(each, scales) for each in numbers]
+
+
+def _convert_float(words: jax.Array, num_bits: int, mask: int, least: Any) -> jax.Array:
+    """Convert floats at the upper ends of half words.
+
+    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one, such
+    a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` then, and not otherwise.
+
+    Args:
+        num_bits: that magnitudes are moved by, to be bfloat16.
+        least: a power of two, or some.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    least = jnp.broadcast_to(least, (2 * len(words), words.shape[1]))
+    larger = pltpu.bitcast(((words >> num_bits) & mask) + pltpu.bitcast(least, jnp.int32), jnp.bfloat16)
+    above = larger - least
+    magnitudes = jnp.minimum(larger, above + above)
+    signs = words & np.int32(-0x7FFF8000)
+    return pltpu.bitcast(pltpu.bitcast(magnitudes, jnp.int32) | signs, jnp.bfloat16)
+
+
+_SCALED: Mapping[Any, float] = {"mxfp4": 0.5}
+_SHIFTED: Mapping[Any, float] = {"int4": 136.0}
+"""What scales are multiplied by, and what is added to zero points, before weights are converted."""
+_CONVERSIONS: Mapping[Values, Callable[[jax.Array, jax.Array | None, jax.Array | None], list[jax.Array]]] = {
+    "int8": _convert_pairs,
+    "int4": _convert_int4,
+    "mxfp4": _convert_mxfp4,
+    "fp8": _convert_fp8,
+}
 
 
 def _add(refs: _ExpertRefs, form: ExpertsForm, first: Any, num: Any) -> None:

@@ -35,8 +35,8 @@ def run(
     """The kernel's result, with the sizes that it would have on a v6e except for these."""
 
     def kernel(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
-        inner = weights.down.matrices.shape[2] if isinstance(weights.down, StackedExperts) else weights.down.shape[1]
-        form = choose_form((*x_te.shape, inner, routes.ids_tk.shape[1]), weights.num_experts, gate, V6E)
+        with on("tpu"):
+            form = find_form(x_te, routes, weights, gate)
         assert form is not None
         form = dataclasses.replace(form, is_interpreted=params or pltpu.InterpretParams(), **sizes)
         return tpu.apply(x_te, routes, weights, form)
@@ -77,6 +77,35 @@ def test_weights_of_eight_bits_have_a_scale_per_column(values: Any) -> None:
     x, routes = numbers((37, width), "bfloat16"), random_routes(37, num_experts, top_k)
     got = run(x, routes, ExpertWeights(gate, up, down), SILU, tile_rows=16, block=128)
     check(got, expected(x, routes, read, SILU))
+
+
+GROUPS: list[dict[str, Any]] = [
+    {"values": "mxfp4", "group_size": 32},
+    {"values": "int4", "group_size": 64},
+    {"values": "int4", "group_size": 32, "has_zeros": True},
+    {"values": "fp8", "group_size": 64},
+    {"values": "int8", "group_size": 16, "has_zeros": True},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", GROUPS, ids=str)
+@pytest.mark.parametrize("block", [192, 256], ids=["whole", "beyond the end"])
+def test_weights_of_groups_are_converted_for_all_rows_of_an_expert(form: dict[str, Any], block: int) -> None:
+    num_experts, width, _, top_k = SHAPE
+    inner = 192 if block == 192 else 448
+    plain = mixture(num_experts, width, inner, "bfloat16")
+    names = "gate", "up", "down"
+    coded = {name: quantize(getattr(plain, name), MatrixFormat(**form), axis=-2) for name in names}
+    read: Any = {name: dequantize(each) for name, each in coded.items()}
+    x, routes = numbers((37, width), "bfloat16"), random_routes(37, num_experts, top_k)
+    got = run(x, routes, dataclasses.replace(plain, **coded), CLAMPED, EARLY, tile_rows=16, block=block)
+    check(got, expected(x, routes, dataclasses.replace(plain, **read), CLAMPED))
+
+
+@pytest.mark.parametrize(("values", "dtype"), [("mxfp4", "int4"), ("fp8", "uint8")])
+def test_every_float_of_few_bits_is_converted_exactly(values: Any, dtype: str) -> None:
+    del dtype
 
 
 @pytest.mark.long
