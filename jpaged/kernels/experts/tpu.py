@@ -417,9 +417,7 @@ class _ExpertRefs:
     unpacked: Sequence[Any]
 
     @classmethod
-    def of(
-        cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int
-    ) -> _ExpertRefs:
+    def of(cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int) -> _ExpertRefs:
         """Name the arrays in the order of the call."""
         left = iter(arrays[2:])
 
