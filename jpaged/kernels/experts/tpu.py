@@ -28,7 +28,6 @@ Only functions that trace import Pallas: it takes a third as long as jax, and ev
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +66,8 @@ _CODES_OF_WORD: Mapping[Values, int] = {"mxfp4": 8, "int4": 8, "fp8": 4, "int8":
 """Numbers of a column that are unpacked from a word of 32 bits; int8 is converted by the hardware, in pairs."""
 _PAIR = 16
 """Rows of a register of bfloat16: two in a word."""
-_CHUNK_DEPTH, _CHUNK_COLUMNS = 256, 512
-"""Numbers that are unpacked in one iteration."""
+_CHUNK_DEPTH, _CHUNK_COLUMNS = 2 * LANES, 2 * LANES
+"""Numbers that are converted, and then multiplied, together: as many as a matrix unit holds."""
 _VMEM_BYTES, _LARGE_VMEM_BYTES = 56 << 20, 100 << 20
 _LARGE_KINDS = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 """Kinds of devices with 128 MiB of vector memory; others have 64 MiB."""
@@ -104,8 +103,13 @@ class ExpertsForm:
 
     @property
     def is_unpacked(self) -> bool:
-        """True if weights are converted once for all rows, and not by each matmul."""
+        """True if instructions convert weights chunk by chunk, and not the whole block in a matmul."""
         return self.values not in (None, "int8") or self.group_sizes != (None, None)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if an expert may have several tiles of rows, for which converted weights are kept."""
+        return self.is_unpacked and self.num_tokens > self.tile_rows
 
     @property
     def unit(self) -> int:
@@ -161,8 +165,7 @@ def _takes(matrices: Any) -> bool:
         return matrices.zeros is None
     if matrices.zeros is not None and matrices.zeros.dtype != jnp.int8:
         return False
-    unit = 8 * num_codes
-    return size % unit == 0 or (unit % size == 0 and size % num_codes == 0)
+    return size % _CHUNK_DEPTH == 0 or (_CHUNK_DEPTH % size == 0 and size % num_codes == 0)
 
 
 def _kind(matrices: Any) -> tuple[Any, bool]:
@@ -205,7 +208,7 @@ def choose_form(
     even = -(-num_tokens * top_k // num_experts)
     tile_rows = min(max(_rounded_up(even + even // 4, 32), _LEAST_ROWS), _rounded_up(num_tokens, 16), _MOST_ROWS)
     form = ExpertsForm(num_tokens, width, inner, tile_rows, inner, gate, limit, values, group_sizes)
-    of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * 16
+    of_rows = (num_tokens + _GROUP) * width * 6 + tile_rows * width * (22 if form.is_unpacked else 16)
     most = int((limit - of_rows - (4 << 20)) // (_bytes_of_column(form) + tile_rows * 16))
     least = _LEAST_COLUMNS if even <= _MANY_ROWS else _LEAST_OF_MANY_ROWS
     if num_tokens * top_k > _MAX_ROUTES or most < min(least, inner):
@@ -221,9 +224,9 @@ def choose_form(
 
 
 def _bytes_of_column(form: ExpertsForm) -> float:
-    """Return the vector memory of a column of gates and ups, and the row of downs: two blocks, and converted weights."""
+    """Return the vector memory of a column of gates and ups and a row of downs: two blocks, and converted weights."""
     num_bytes = 2.0 if form.values is None else NUM_BITS[form.values] / 8
-    of_number = 2 * num_bytes + (2 if form.is_unpacked else 4 * (form.values is not None))
+    of_number = 2 * num_bytes + (2 * form.keeps_weights if form.is_unpacked else 4 * (form.values is not None))
     sizes = [form.group_sizes[0]] * (2 if form.gate.has_gates else 1) + [form.group_sizes[1]]
     return form.width * sum(of_number + (16 / size if size else 0) for size in sizes)
 
@@ -306,7 +309,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
             scratch_shapes=[
                 pltpu.VMEM((form.row_words * form.stride, LANES), jnp.uint32),
                 pltpu.VMEM((lines * form.stride, LANES), jnp.float32),
-                *_unpacked_shapes(form, len(inner), has_zeros=has_zeros),
+                _unpacked_shapes(form, len(inner), has_zeros=has_zeros),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((form.num_tokens, lines, LANES), jnp.float32),
@@ -358,19 +361,46 @@ def _specs(form: ExpertsForm, num_inner: int, num_scales: int, num_zeros: int, n
     return specs + [pl.BlockSpec((1, 1, form.block), bias_block)] * num_biases
 
 
-def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> list[Any]:
-    """Return scratch memory for converted weights, then for the scales of one matrix, then for its zero points."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class _UnpackedRefs:
+    """Scratch memory of weights that are converted.
+
+    Attributes:
+        weights: of each matrix in words of two, if they are kept; or none.
+        scales, zeros: of each matrix, two of a word; or none.
+        states: a tile of rows in chunks of the depth.
+        inner: the same of inner values.
+        sums: of gates and ups, then of downs.
+    """
+
+    weights: Any
+    scales: Any
+    zeros: Any
+    states: Any
+    inner: Any
+    sums: Any
+
+
+def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> _UnpackedRefs | tuple[()]:
     from jax.experimental.pallas import tpu as pltpu
 
     if not form.is_unpacked:
-        return []
+        return ()
     shapes = [(form.width, form.block)] * num_inner + [(form.block, form.width)]
     sizes = [form.group_sizes[0]] * num_inner + [form.group_sizes[1]]
-    scratch = [pltpu.VMEM((shape[0] // 2, shape[1]), jnp.int32) for shape in shapes]
-    for shape, size in zip(shapes, sizes, strict=True):
-        if size:
-            scratch += [pltpu.VMEM((shape[0] // size, shape[1]), jnp.int32)] * (1 + has_zeros)
-    return scratch
+    weights = [pltpu.VMEM((depth // 2, columns), jnp.int32) for depth, columns in shapes if form.keeps_weights]
+    scales = [
+        pltpu.VMEM((-(-depth // _CHUNK_DEPTH), _rounded_up(_groups_of_chunk(size), 8), columns), jnp.int32)
+        for (depth, columns), size in zip(shapes, sizes, strict=True)
+        if size
+    ]
+
+    def chunks(depth: int) -> Any:
+        return pltpu.VMEM((-(-depth // _CHUNK_DEPTH), form.tile_rows, _CHUNK_DEPTH), jnp.bfloat16)
+
+    sums = [pltpu.VMEM((form.tile_rows, columns), jnp.float32) for _, columns in shapes]
+    return _UnpackedRefs(weights, scales, scales if has_zeros else [], chunks(form.width), chunks(form.block), sums)
 
 
 def pack(x_te: Float[Array, "T E"]) -> jax.Array:
@@ -398,7 +428,7 @@ class _ExpertRefs:
         biases: of the first, or none.
         tile: rows of states; line i of row r is at `i * stride + r`.
         results: rows of sums, in the same places.
-        unpacked: converted weights, then scales, then zero points of each of these; or none.
+        unpacked: if weights are converted.
     """
 
     starts: Any
@@ -414,7 +444,7 @@ class _ExpertRefs:
     sums: Any
     tile: Any
     results: Any
-    unpacked: Sequence[Any]
+    unpacked: Any
 
     @classmethod
     def of(cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int) -> _ExpertRefs:
@@ -425,7 +455,7 @@ class _ExpertRefs:
             return [next(left) for _ in range(num)]
 
         lists, inner, down = take(5), take(num_inner), next(left)
-        named: list[Any] = [*lists, inner, down, take(num_scales), take(num_zeros), take(num_biases), *take(3), [*left]]
+        named: list[Any] = [*lists, inner, down, take(num_scales), take(num_zeros), take(num_biases), *left]
         return cls(*named)
 
 
@@ -442,13 +472,18 @@ def _kernel(refs: _ExpertRefs, form: ExpertsForm) -> None:
 
         jax.lax.fori_loop(0, form.num_tokens, clear, None)
 
-    if form.is_unpacked:
-        _unpack_matrices(refs, form, f)
+    matrices = _coded_matrices(refs, form, f) if form.is_unpacked else []
 
     def run_tile(i: Any, _: None) -> None:
         first, num = start + i * size, jnp.minimum(count - i * size, size)
         _gather(refs, form, first, num)
-        _multiply(refs, form, f)
+        if form.keeps_weights:
+            pl.when(i == 0)(lambda: _multiply_coded(refs, form, f, matrices))
+            pl.when(i > 0)(lambda: _multiply_coded(refs, form, f, matrices, is_converted=True))
+        elif form.is_unpacked:
+            _multiply_coded(refs, form, f, matrices)
+        else:
+            _multiply(refs, form, f)
         _add(refs, form, first, num)
 
     jax.lax.fori_loop(0, jax.lax.div(count + size - 1, size), run_tile, None)
@@ -473,47 +508,44 @@ def _gather(refs: _ExpertRefs, form: ExpertsForm, first: Any, num: Any) -> None:
 
 def _multiply(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> None:
     """Multiply a tile with block f."""
+    parts = _read_tile(refs, form)
+    x = jnp.concatenate(parts, axis=1)[:, : form.width]
+    products = [_dot(x, ref[0].astype(x.dtype)) for ref in refs.inner]
+    inner, down = _join(products, refs, form, f).astype(x.dtype), refs.down[0].astype(x.dtype)
+    if form.inner % form.block:
+        left = form.inner - f * form.block  # beyond the matrices there is anything, even NaN
+        down = jnp.where(jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < left, down, jnp.zeros_like(down))
+    _write_results(_dot(inner, down), refs, form)
+
+
+def _read_tile(refs: _ExpertRefs, form: ExpertsForm) -> list[jax.Array]:
+    """Return a tile of rows, 128 columns after the others."""
     from jax.experimental import pallas as pl
 
-    def lines(i: int) -> Any:
-        return pl.ds(i * form.stride, form.tile_rows)
+    parts = [_unpack(refs.tile[pl.ds(i * form.stride, form.tile_rows), :]) for i in range(form.row_words)]
+    return [low for low, _ in parts] + [high for _, high in parts]
 
-    parts = [_unpack(refs.tile[lines(i), :]) for i in range(form.row_words)]
-    x = jnp.concatenate([low for low, _ in parts] + [high for _, high in parts], axis=1)[:, : form.width]
-    *gates_and_ups, down = _weights(refs, form, f)
-    products = [_dot(x, each) for each in gates_and_ups]
+
+def _join(products: list[jax.Array], refs: _ExpertRefs, form: ExpertsForm, f: Any) -> jax.Array:
+    """Return the inner values of block f; zeros beyond the matrices, where products are anything, even NaN."""
     if refs.scales and form.group_sizes[0] is None:
         products = [y * ref[0] for y, ref in zip(products, refs.scales[:-1], strict=True)]
     if refs.biases:
         products = [y + ref[0].astype(jnp.float32) for y, ref in zip(products, refs.biases, strict=True)]
     inner = join(form.gate, products[0], products[-1])
-    if form.inner % form.block:
-        left = form.inner - f * form.block  # beyond the matrices there is anything, even NaN
-        inner = jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
-    y = _dot(_reordered_columns(inner.astype(x.dtype), form), down)
+    if form.inner % form.block == 0:
+        return inner
+    left = form.inner - f * form.block
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, inner.shape, 1) < left, inner, 0.0)
+
+
+def _write_results(y: jax.Array, refs: _ExpertRefs, form: ExpertsForm) -> None:
+    from jax.experimental import pallas as pl
+
     y = y * refs.scales[-1][0] if refs.scales and form.group_sizes[1] is None else y
     for i in range(form.row_sums):
         columns = y[:, i * LANES : (i + 1) * LANES]
-        refs.results[lines(i), : columns.shape[1]] = columns
-
-
-def _weights(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> list[jax.Array]:
-    """Return block f of gates, ups and downs in bfloat16; rows beyond the matrix are finite."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    if form.is_unpacked:
-        return [pltpu.bitcast(ref[...], jnp.bfloat16) for ref in refs.unpacked[: len(refs.inner) + 1]]
-    *inner, down = (ref[0].astype(jnp.bfloat16) for ref in (*refs.inner, refs.down))
-    if form.inner % form.block:
-        is_own = jax.lax.broadcasted_iota(jnp.int32, down.shape, 0) < form.inner - f * form.block
-        down = jnp.where(is_own, down, jnp.zeros_like(down))
-    return [*inner, down]
-
-
-def _order_of_unit(form: ExpertsForm) -> np.ndarray:
-    """Return the row of the matrix at each place of a unit of converted weights."""
-    half = form.unit // 16
-    return np.arange(form.unit).reshape(8, 2, half).transpose(2, 0, 1).reshape(-1)
+        refs.results[pl.ds(i * form.stride, form.tile_rows), : columns.shape[1]] = columns
 
 
 def _reordered(x_te: jax.Array, form: ExpertsForm) -> jax.Array:
@@ -540,19 +572,136 @@ def _reordered_columns(inner: jax.Array, form: ExpertsForm) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def _unpack_matrices(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> None:
-    """Convert block f of an expert's matrices, and multiply by the scales of groups."""
-    matrices = [*refs.inner, refs.down]
+def _multiply_coded(
+    refs: _ExpertRefs, form: ExpertsForm, f: Any, matrices: Sequence[_CodedMatrix], *, is_converted: bool = False
+) -> None:
+    """Multiply a tile with block f.
+
+    Args:
+        is_converted: the weights were kept from the previous tile.
+    """
+    own = refs.unpacked
+    for i, part in enumerate(_read_tile(refs, form)):
+        own.states[i // 2, :, i % 2 * LANES : (i % 2 + 1) * LANES] = part
+    _add_products(own.states, matrices[:-1], own.sums[:-1], is_converted=is_converted)
+    inner = _join([ref[...] for ref in own.sums[:-1]], refs, form, f)
+    inner = _reordered_columns(inner.astype(jnp.bfloat16), form)
+    for i in range(own.inner.shape[0]):
+        part = inner[:, i * _CHUNK_DEPTH : (i + 1) * _CHUNK_DEPTH]
+        own.inner[i, :, : part.shape[1]] = part
+    _add_products(own.inner, matrices[-1:], own.sums[-1:], is_converted=is_converted)
+    _write_results(own.sums[-1][...], refs, form)
+
+
+def _add_products(rows: Any, matrices: Sequence[_CodedMatrix], sums: Sequence[Any], *, is_converted: bool) -> None:
+    """Multiply rows with matrices of the same depth: a chunk is converted while another is multiplied."""
+    depth = matrices[0].depth
+    for each in sums:
+        each[...] = jnp.zeros_like(each)
+
+    def add(i: Any, size: int) -> None:
+        x = rows[i][:, :size]
+        for matrix, y in zip(matrices, sums, strict=True):
+            for begin in range(0, matrix.num_columns, _CHUNK_COLUMNS):
+                own = slice(begin, min(begin + _CHUNK_COLUMNS, matrix.num_columns))
+                weights = matrix.read(i * _CHUNK_DEPTH, size, own) if is_converted else matrix.convert(i, size, own)
+                y[:, own] += _dot(x, weights)
+
+    jax.lax.fori_loop(0, depth // _CHUNK_DEPTH, lambda i, _: add(i, _CHUNK_DEPTH), None)
+    if depth % _CHUNK_DEPTH:
+        add(depth // _CHUNK_DEPTH, depth % _CHUNK_DEPTH)
+
+
+def _coded_matrices(refs: _ExpertRefs, form: ExpertsForm, f: Any) -> list[_CodedMatrix]:
+    """Return an expert's matrices in block f, and prepare their scales."""
+    own, blocks = refs.unpacked, [*refs.inner, refs.down]
     sizes = [form.group_sizes[0]] * len(refs.inner) + [form.group_sizes[1]]
-    words = iter(refs.unpacked[len(matrices) :])
-    for i, (ref, size) in enumerate(zip(matrices, sizes, strict=True)):
-        scales = zeros = None
+    assert form.values is not None
+    matrices, scales, zeros = [], iter(own.scales), iter(own.zeros)
+    for i, (block, size) in enumerate(zip(blocks, sizes, strict=True)):
+        words: list[Any] = [None, None]
         if size is not None:
-            left = form.inner - f * form.block if ref is refs.down and form.inner % form.block else None
-            scales = _repeat_in_words(refs.scales[i], next(words), size, left, _SCALED.get(form.values, 1.0))
+            left = form.inner - f * form.block if block is refs.down and form.inner % form.block else None
+            words[0] = _repeat_in_words(refs.scales[i], next(scales), size, left, _SCALED.get(form.values, 1.0))
             if refs.zeros:
-                zeros = _repeat_in_words(refs.zeros[i], next(words), size, left, shift=_SHIFTED.get(form.values, 0.0))
-        _unpack_matrix(ref, refs.unpacked[i], form, size, scales, zeros)
+                shift = _SHIFTED.get(form.values, 0.0)
+                words[1] = _repeat_in_words(refs.zeros[i], next(zeros), size, left, shift=shift)
+        kept = own.weights[i] if own.weights else None
+        matrices.append(_CodedMatrix(form.values, block, size, words[0], words[1], kept))
+    return matrices
+
+
+@dataclass(frozen=True, slots=True)
+class _CodedMatrix:
+    """A block of a matrix in vector memory.
+
+    Attributes:
+        values: type of the numbers.
+        codes: the numbers `[1, K, N]`.
+        group_size: numbers that share a scale; None if products are scaled.
+        scales, zeros: of each group, two of a word; or None.
+        kept: converted numbers, two in a word; or None.
+    """
+
+    values: Values
+    codes: Any
+    group_size: int | None
+    scales: Any
+    zeros: Any
+    kept: Any
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return int(self.codes.shape[1])
+
+    @property
+    def num_columns(self) -> int:
+        """N."""
+        return int(self.codes.shape[2])
+
+    def read(self, first: Any, size: int, own: slice) -> jax.Array:
+        """Return converted weights that were kept."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.bitcast(self.kept[pl.ds(first // 2, size // 2), own], jnp.bfloat16)
+
+    def convert(self, i: Any, size: int, own: slice) -> jax.Array:
+        """Convert rows of chunk i and some columns to bfloat16, and keep them for further tiles."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        first, num_codes = i * _CHUNK_DEPTH, _CODES_OF_WORD[self.values]
+        codes = self.codes[0, pl.ds(first, size), own]
+        codes = codes.astype(jnp.bfloat16) if num_codes == 2 else pltpu.bitcast(codes, jnp.int32)
+        unit, found = 8 * num_codes, []
+        lines = len(codes) * unit // size
+        for at in range(0, size, unit):
+            part = codes[at // unit * lines : (at // unit + 1) * lines]
+            found += _CONVERSIONS[self.values](
+                part, self._factors(self.scales, i, at, own), self._factors(self.zeros, i, at, own)
+            )
+        weights = jnp.concatenate(found, axis=0)
+        if self.kept is not None:
+            self.kept[pl.ds(first // 2, size // 2), own] = pltpu.bitcast(weights, jnp.int32)
+        return weights
+
+    def _factors(self, words: Any, i: Any, at: int, own: slice) -> jax.Array | None:
+        """Return those of a unit of rows of chunk i, two rows in a line of words."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        if words is None or self.group_size is None:
+            return None
+        size, num_codes = self.group_size, _CODES_OF_WORD[self.values]
+        unit = 8 * num_codes
+        rows = [words[i, pl.ds(begin // size, 1), own] for begin in range(at, at + unit, min(size, unit))]
+        found = jnp.broadcast_to(rows[0], (8, own.stop - own.start))
+        line = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+        for number, row in enumerate(rows[1:], 1):
+            found = jnp.where(line < number * size // num_codes, found, row)
+        return pltpu.bitcast(found, jnp.bfloat16)
 
 
 def _repeat_in_words(ref: Any, words: Any, size: int, left: Any, factor: float = 1.0, shift: float = 0.0) -> Any:
@@ -562,47 +711,16 @@ def _repeat_in_words(ref: Any, words: Any, size: int, left: Any, factor: float =
         is_own = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 0) * size < left
         numbers = jnp.where(is_own, numbers, 0.0)
     bits = jax.lax.bitcast_convert_type(numbers.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32)
-    words[...] = jax.lax.bitcast_convert_type(bits | (bits >> 16), jnp.int32)
+    found = jax.lax.bitcast_convert_type(bits | (bits >> 16), jnp.int32)
+    num = _groups_of_chunk(size)
+    for i in range(words.shape[0]):
+        part = found[i * _CHUNK_DEPTH // size :][:num]
+        words[i, : len(part), :] = part
     return words
 
 
-def _unpack_matrix(ref: Any, out: Any, form: ExpertsForm, size: int | None, scales: Any, zeros: Any) -> None:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    assert form.values is not None
-    depth, columns = 2 * out.shape[0], out.shape[1]
-    num_codes = _CODES_OF_WORD[form.values]
-    unit = 8 * num_codes
-    whole = max(unit, _NUM_SUBLANES)
-    chunk = max(rows for rows in range(whole, _CHUNK_DEPTH + whole, whole) if depth % rows == 0)
-
-    def factors(words: Any, first: Any, own: slice) -> jax.Array:
-        """Those of a unit: row i of words has numbers `num_codes * i` and following."""
-        assert size is not None
-        rows = [words[pl.ds((first + skip) // size, 1), own] for skip in range(0, unit, min(size, unit))]
-        found = jnp.broadcast_to(rows[0], (8, rows[0].shape[1]))
-        lines = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
-        for i, row in enumerate(rows[1:], 1):
-            found = jnp.where(lines < i * size // num_codes, found, row)
-        return pltpu.bitcast(found, jnp.bfloat16)
-
-    def unpack(i: Any, _: None) -> None:
-        first = pl.multiple_of(i * chunk, chunk)
-        for begin in range(0, columns, _CHUNK_COLUMNS):
-            own = slice(begin, min(begin + _CHUNK_COLUMNS, columns))
-            values = ref[0, pl.ds(first, chunk), own]
-            values = values.astype(jnp.bfloat16) if num_codes == 2 else pltpu.bitcast(values, jnp.int32)
-            lines = len(values) * unit // chunk
-            for at in range(0, chunk, unit):
-                part = values[at // unit * lines : (at // unit + 1) * lines]
-                scale = None if size is None else factors(scales, first + at, own)
-                zero = None if zeros is None else factors(zeros, first + at, own)
-                for j, numbers in enumerate(_CONVERSIONS[form.values](part, scale, zero)):
-                    place = first // 2 + (at + j * _PAIR) // 2
-                    out[pl.ds(pl.multiple_of(place, 8), 8), own] = pltpu.bitcast(numbers, jnp.int32)
-
-    jax.lax.fori_loop(0, depth // chunk, unpack, None)
+def _groups_of_chunk(size: int) -> int:
+    return max(1, _CHUNK_DEPTH // size)
 
 
 def _convert_pairs(values: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
@@ -646,8 +764,8 @@ def _convert_fp8(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | 
 def _convert_float(words: jax.Array, num_bits: int, mask: int, least: Any) -> jax.Array:
     """Convert floats at the upper ends of half words.
 
-    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one, such
-    a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` then, and not otherwise.
+    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one,
+    such a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` only then.
 
     Args:
         num_bits: that magnitudes are moved by, to be bfloat16.
