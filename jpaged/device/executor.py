@@ -568,6 +568,11 @@ class JaxExecutor:
         return self._waits_for_all
 
     @property
+    def programs(self) -> ProgramStore:
+        """The programs of this executor."""
+        return self._programs
+
+    @property
     def memory_plan(self) -> MemoryPlan:
         """Planned memory use of a device; after `warm_up` includes the memory of compiled programs."""
         return self._memory_plan
