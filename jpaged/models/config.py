@@ -142,8 +142,8 @@ xielu has two parameters per layer, and only feed-forwards without a gate have i
 """
 
 
-MAX_PATCHES = 2**14
-"""Limit of an image's patches, which attend to each other."""
+MAX_PATCHES = 2**16
+"""Limit of an image's patches, which attend to each other: that of Qwen2.5-VL's published image processors."""
 VisionKind = Literal["pixtral", "qwen2_5_vl", "siglip"]
 
 
@@ -214,6 +214,11 @@ class VisionConfig:
     def num_merged(self) -> int:
         """Patches of an output row."""
         return self.merge_size**2
+
+    @property
+    def window_edge(self) -> int:
+        """Patches of a window, in rows and in columns; 0 without windows."""
+        return self.window_size // self.merge_size // self.patch_size * self.merge_size
 
     @property
     def max_patches(self) -> int:

@@ -59,6 +59,7 @@ from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.types import (
     Adapter,
     FinishReason,
@@ -430,6 +431,15 @@ class RoleCounts:
         """Count a prompt that the rule assigns to this server."""
         self.num_here[reason] += 1
 
+    def note_slow_transfer(self, num_tokens: int, transfer_s: float, compute_s: float) -> None:
+        """Count a prompt that is computed here because its transfer would take longer; log at a limited rate."""
+        self.here("slower")
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s.get("slower", 0.0):
+            self._quiet_until_s["slower"] = now_s + _QUIET_S
+            what = "prompt of %d tokens computed locally (%d so far): %.1f ms, next to %.1f ms to transfer its blocks"
+            _LOG.info(what, num_tokens, self.num_here["slower"], compute_s * 1e3, transfer_s * 1e3)
+
     def failed(self, reason: str, error: BaseException) -> None:
         """Count a prompt that is (partly) computed here after a failure; log each reason at a limited rate."""
         self.num_failed[reason] += 1
@@ -707,6 +717,8 @@ class LoadedModel:
             vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
         )
         self.input_processor.set_images(images)
+        if isinstance(self.tokenizer, HuggingFaceTokenizer):
+            self.tokenizer.set_placeholder(vision.processor.placeholder_id)
         limits = images.limits
         model = dataclasses.replace(self.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
         if config.server.max_request_size == ServerOptions().max_request_size:

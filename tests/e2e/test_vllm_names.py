@@ -835,11 +835,11 @@ async def test_a_caller_that_stops_waiting_for_a_pause_harms_no_request(open_mod
     llm = open_model(AsyncLLM)
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     async with contextlib.aclosing(llm.generate("one", long, "one")) as stream:
-        await anext(stream)
+        first = await anext(stream)  # the only one if its loop was slow
         pause = asyncio.create_task(llm.pause_generation(mode="wait"))
         await asyncio.sleep(0)
         pause.cancel()
-        outputs = [output async for output in stream]
+        outputs = [first, *[output async for output in stream]]
     assert outputs[-1].finished
     await llm.resume_generation()
     assert [output.finished async for output in llm.generate("two", GREEDY, "two")][-1]
