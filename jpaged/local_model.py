@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import Field, make_dataclass, replace
+from dataclasses import Field, fields, make_dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import NoneType
@@ -162,7 +162,7 @@ class EngineArgs:
 
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:  # for dataclasses.asdict and replace
-        return make_dataclass("EngineArgs", vars(self)).__dataclass_fields__
+        return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
 
     @staticmethod
     def add_cli_args(parser: _ParserT) -> _ParserT:

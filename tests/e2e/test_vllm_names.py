@@ -35,11 +35,14 @@ from jpaged import (
 from jpaged.checkpoints.pooler import CheckpointPooler, Dense
 from jpaged.client.convert import sampling_message
 from jpaged.config import EngineConfig
+from jpaged.demo import FOLDER as DEMO_FOLDER
 from jpaged.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, Unsupported
 from jpaged.llm import TokensPrompt
 from jpaged.local_model import LocalModel
 from jpaged.sampling_params import request_fields
 from jpaged.service.loaded_model import SubmittedCall
+from jpaged.service.tokenizer import HuggingFaceTokenizer
+from jpaged.service.tokenizer_parts import read_parts
 from jpaged.testing.fake_executor import FakeExecutor, with_adapters
 from jpaged.testing.fake_model import expected_tokens
 from tests.server.harness import EOS, make_serving
@@ -981,3 +984,12 @@ async def test_streams_have_vllms_arguments(open_model: Open) -> None:
     await llm.abort("2", internal=True)
     llm.shutdown(timeout=1.0)
     assert llm.is_stopped and isinstance(llm.dead_error, Unavailable)
+
+
+def test_a_tokenizer_without_a_configuration_has_its_special_tokens(open_model: Open, tmp_path: Path) -> None:
+    llm, parts = open_model(), read_parts(DEMO_FOLDER)
+    tokenizer = HuggingFaceTokenizer(tmp_path, parts=parts)  # as of a GGUF file
+    llm._serving = dataclasses.replace(llm._serving, tokenizer=tokenizer)
+    found = llm.get_tokenizer()
+    assert (found.eos_token, found.eos_token_id) == ("<|endoftext|>", 0)
+    assert found.pad_token == parts.special_tokens["pad_token"]
