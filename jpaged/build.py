@@ -35,7 +35,15 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import PackStored, WeightReader, load_params, random_params, read_head, read_mtp
+from jpaged.checkpoints.weights import (
+    PackStored,
+    WeightReader,
+    load_params,
+    random_params,
+    read_head,
+    read_kv_scales,
+    read_mtp,
+)
 from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
@@ -638,11 +646,13 @@ def _make_executors(
     params = load(progress)
     copies = [where.put(params) for where in places]
     del params
+    given = options.model.load_format, options.cache.kv_cache_dtype
+    scales = None if given[0] == "dummy" else read_kv_scales(source.folder, model.config, is_fp8=given[1] == "fp8")
     executors: list[JaxExecutor] = []
     for index, where in enumerate(places):
         executor = JaxExecutor.create(
             model,
-            copies.pop(0),  # drop the reference, so that its packed weights can be freed
+            {**copies.pop(0), "kv_scales": scales},  # drop the reference, so that its packed weights can be freed
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,
@@ -686,6 +696,7 @@ def _weight_reader(
         pack_stored=pack_stored,
         check_folder=check,
         packs_on_device=linear_backend != "cpu",
+        has_kv_scales=options.cache.kv_cache_dtype == "fp8",
         placeholder=_random_params(options, where) if given.load_format == "dummy" else None,
     )
 

@@ -186,6 +186,7 @@ def _sized_step(
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
         keeps_routes=_keeps_routes(options, config, groups),
+        max_drafts=0 if options.speculation is None else options.speculation.num_speculative_tokens,
     )
     return step, geometry
 
