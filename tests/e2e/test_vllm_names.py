@@ -179,6 +179,11 @@ def test_max_tokens_of_none_fills_the_context(open_model: Open) -> None:
     [
         ({"prompt_embeds": [1.0]}, Unsupported, "prompt_embeds: the model was loaded without"),
         ({"prompt": "a", "multi_modal_data": {"video": [1]}}, InvalidArgument, "multi_modal_data.video: is not supp"),
+        (
+            {"prompt": "a", "mm_processor_kwargs": {"do_pan_and_scan": True}},
+            Unsupported,
+            "mm_processor_kwargs is not s",
+        ),
         ({"prompt": "a", "prompt_token_ids": IDS}, InvalidArgument, "must be one of prompt, prompt_token_ids, "),
     ],
 )
