@@ -572,6 +572,11 @@ class HuggingFaceTokenizer:
         return source if with_tools is None else with_tools
 
     @property
+    def named_special_tokens(self) -> Mapping[str, str | list[str]]:
+        """Special tokens by name, such as `eos_token`."""
+        return self._variables
+
+    @property
     def special_tokens(self) -> frozenset[str]:
         """The tokens that `decode` leaves out by default."""
         if self._fast is None:
