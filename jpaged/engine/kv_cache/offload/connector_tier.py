@@ -541,7 +541,7 @@ class BlockWriter:
             self._host.release(spill.held)
 
     def _write(self, spills: Sequence[_Spill]) -> Sequence[bool]:
-        """Write those blocks that are still wanted; runs on the writer thread."""
+        """Write blocks, except canceled ones; runs on the writer thread."""
         kept, view = [one for one in spills if one.is_wanted], self._blocks.view
         return self._store.save_all([(one.key, view(one.host_block_id), lambda one=one: one.is_wanted) for one in kept])
 
