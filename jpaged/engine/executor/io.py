@@ -674,8 +674,6 @@ MAX_NUM_STEPS = 16
 """Maximum number of decode steps in one dispatch."""
 MAX_NUM_ROUNDS = 16
 """Maximum number of draft-model rounds in one dispatch."""
-MAX_STATE_DRAFTS = 15
-"""Maximum draft tokens of a sequence in a step of a model with recurrent state: kernels run so few tokens at once."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 
