@@ -500,12 +500,49 @@ class Linear(Module):
                 rows.adapters_t,
                 lora.joined_vectors(kernel),
             )
-        y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
+        act = self._fused_activation
+        y = run.multiply(
+            x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta, activation=act
+        )
         return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y
 
     @property
     def _kernel(self) -> matmul_module.ProductKernel:
         return matmul_module.loaded()
+
+    @property
+    def _fused_activation(self) -> matmul_module.Gate | None:
+        """The activation that the kernel applies to the sums; None is none."""
+        return None
+
+
+class ActivatedLinear(Linear):
+    """act(x W): `[T, E]` to `[T, F]`."""
+
+    def __init__(
+        self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: RandomKeys
+    ) -> None:
+        super().__init__(width, (inner,), use_bias, dtype, rngs)
+        self.activation = activation
+
+    def activate(self, y: jax.Array) -> jax.Array:
+        """Apply the activation; the sums are rounded as a separate matmul would round them."""
+        return activate(y.astype(self.kernel.get_value().dtype), self.activation)
+
+    def _multiply(
+        self,
+        kernel: matmul_module.PackedMatrix | lora.AdaptedMatrix,
+        x_te: jax.Array,
+        rows: Rows,
+        norm: Norm | None,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        y = super()._multiply(kernel, x_te, rows, norm, residual)
+        return activate(y, self.activation) if self._fused_activation is None else y
+
+    @property
+    def _fused_activation(self) -> matmul_module.Gate | None:
+        return next((gate for gate in matmul_module.GATES if gate == self.activation), None)
 
 
 class GatedLinear(Linear):
@@ -537,7 +574,8 @@ class GatedLinear(Linear):
     @property
     def _kernel(self) -> matmul_module.ProductKernel:
         run = matmul_module.loaded()
-        return dataclasses.replace(run, gate="gelu_tanh") if self.activation == "gelu_tanh" else run
+        gate = next((gate for gate in matmul_module.GATES if gate == self.activation), None)
+        return run if gate is None else dataclasses.replace(run, gate=gate)
 
 
 class QKVLinear(Linear):

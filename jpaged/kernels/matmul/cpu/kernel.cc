@@ -84,6 +84,7 @@ struct Attributes {
   int64_t group;     // numbers of a column that share a scale; may exceed the depth
   int64_t rounding;  // of rows to int8
   int64_t clears;    // results of rows that are not in use become zeros; otherwise they are undefined
+  int64_t activation;  // of sums, without gates
 };
 
 constexpr int64_t kPlain = -1;
@@ -155,7 +156,9 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   if (x.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (x[0] != out[0]) return "rows or blocks differ in shape";
   if (const char* reason = a.code == kPlain ? plain_contradiction(o) : quantised_contradiction(o, a)) return reason;
-  if (a.gate < 0 || a.gate > static_cast<int64_t>(Gate::kGelu)) return "no such gate";
+  for (const int64_t activation : {a.gate, a.activation}) {
+    if (activation < 0 || activation > static_cast<int64_t>(Gate::kErfGelu)) return "no such gate";
+  }
   const int64_t parts = a.gate ? 2 : 1;
   if (matrix[0] != parts * ((out[1] + kColumns - 1) / kColumns)) return "matrix and result differ in columns";
   if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
@@ -307,7 +310,8 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const bool is_quantised = a.code != kPlain;
   const Core& core = choose_core(a.max_width, is_quantised || x.element_type() == ffi::BF16);
   const After after{or_null(bias), or_null(residual), y->untyped_data(), number_of(bias.element_type()),
-                    number_of(y->element_type()), num_columns, static_cast<Gate>(a.gate)};
+                    number_of(y->element_type()), num_columns, static_cast<Gate>(a.gate),
+                    static_cast<Gate>(a.activation)};
   const int64_t y_row_bytes = num_columns * bytes_of(after.number);
   if (a.clears) {
     std::memset(static_cast<char*>(after.y) + rows_in_use * y_row_bytes, 0, (num_tokens - rows_in_use) * y_row_bytes);
@@ -350,8 +354,15 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);
   if (!rows_in_use) return ffi::Error::Success();
   const Core& core = choose_core(a.max_width, before.number == Number::kBF16);
+  const int64_t num_threads = count_threads(pool, a.max_threads);
+  if (before.number == Number::kF32) {
+    for_each_row(pool, rows_in_use, depth, num_threads, [&](int64_t r, float* row) {
+      core.prepare(before, static_cast<const char*>(x.untyped_data()) + r * row_bytes, row, out + r * row_bytes, depth);
+    });
+    return ffi::Error::Success();
+  }
   const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, depth + depth % 2,
-                                 count_threads(pool, a.max_threads));
+                                 num_threads);
   const bool is_bf16 = before.number == Number::kBF16;
   const bool is_widened = is_bf16 ? !core.takes_bf16 : before.number == Number::kF16;
   for (int64_t r = 0; r < rows_in_use; ++r) {
@@ -466,7 +477,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::Str
                                       xla::ffi::StructMember<int64_t>("max_threads"),
                                       xla::ffi::StructMember<int64_t>("code"), xla::ffi::StructMember<int64_t>("group"),
                                       xla::ffi::StructMember<int64_t>("rounding"),
-                                      xla::ffi::StructMember<int64_t>("clears"));
+                                      xla::ffi::StructMember<int64_t>("clears"),
+                                      xla::ffi::StructMember<int64_t>("activation"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("max_width"),
