@@ -28,8 +28,10 @@ constexpr double kLeastShared = 4e5;
 // Tasks per thread, so that no thread is idle for long if another is delayed.
 constexpr int64_t kTasksPerThread = 4;
 // Rows at multiples of this distance in bytes use the same sets of the L1 cache.
-constexpr int64_t kConflict = 1024;
+constexpr int64_t kConflict = 4096;
 constexpr int64_t kLine = 64;
+// Bytes of rows that are multiplied with one block after the other, and of those blocks.
+constexpr int64_t kSpanBytes = 512 << 10, kBlocksBytes = 4 << 20;
 
 bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16; }
 Number number_of(ffi::DataType type) {
@@ -220,6 +222,17 @@ struct Tiles {
   int64_t num_rows, num_blocks, num_threads;
   int64_t rows_of_tile;  // rows multiplied at once
   Delta delta;
+  int64_t row_bytes = 0, block_bytes = 0;  // that a tile reads; 0: rows are not divided
+
+  // Rows whose tiles follow each other for a block of columns: they stay in a core's L2 cache.
+  int64_t rows_of_span() const {
+    if (!row_bytes) return num_rows;
+    return std::max<int64_t>(kSpanBytes / row_bytes / rows_of_tile, 1) * rows_of_tile;
+  }
+  // Blocks that are read again for each span: they stay in the last cache.
+  int64_t blocks_of_span() const {
+    return block_bytes ? std::max<int64_t>(kBlocksBytes / block_bytes, 1) : num_blocks;
+  }
 };
 
 // Prefetch the cache lines of a tile's results and residuals, which are a row apart: `finish` would wait for each.
@@ -240,9 +253,9 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
   const int64_t step = num_threads > 1 ? std::max<int64_t>(num_blocks / (kTasksPerThread * num_threads), 1) : num_blocks;
   run_tasks(pool, (num_blocks + step - 1) / step, num_threads, [&](int64_t task) {
     alignas(kLine) float sums[kPanelRows * kColumns], ups[kPanelRows * kColumns];
-    for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
-      for (int64_t row = 0; row < tiles.num_rows; row += tiles.rows_of_tile) {
-        const int64_t count = std::min(tiles.rows_of_tile, tiles.num_rows - row);
+    const auto multiply_span = [&](int64_t block, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row += tiles.rows_of_tile) {
+        const int64_t count = std::min(tiles.rows_of_tile, end - row);
         if (count > kMaxRows) prefetch_results(after, row, count, block * kColumns);
         sums_of(block, row, count, sums);
         tiles.delta.add(row, count, 0, block * kColumns, sums);
@@ -251,6 +264,15 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
           tiles.delta.add(row, count, 1, block * kColumns, ups);
         }
         core.finish(after, {row, count, block * kColumns}, sums, ups);
+      }
+    };
+    const int64_t end_block = std::min(num_blocks, (task + 1) * step), num_rows = tiles.num_rows;
+    const int64_t blocks_of_span = tiles.blocks_of_span(), rows_of_span = tiles.rows_of_span();
+    for (int64_t first = task * step; first < end_block; first += blocks_of_span) {
+      for (int64_t row = 0; row < num_rows; row += rows_of_span) {
+        for (int64_t block = first; block < std::min(first + blocks_of_span, end_block); ++block) {
+          multiply_span(block, row, std::min(row + rows_of_span, num_rows));
+        }
       }
     }
   });
@@ -264,6 +286,8 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
   const int64_t block_bytes = depth * kColumns * bytes_of(before.number);
   const char* blocks = static_cast<const char*>(o.matrix.untyped_data());
   tiles.rows_of_tile = core.max_rows;
+  tiles.row_bytes = rows.row_bytes;
+  tiles.block_bytes = block_bytes;
   multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
     const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
     if (is_bf16) {
