@@ -405,6 +405,11 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[matmul_module.Norm | None, 
     return before, x if norm is None or before is not None else norm(x)
 
 
+def _fused_gate(activation: Activation) -> matmul_module.Gate | None:
+    """Return the activation by its name in matmul kernels; None if they have none."""
+    return next((gate for gate in matmul_module.GATES if gate == activation), None)
+
+
 class Linear(Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
@@ -500,20 +505,12 @@ class Linear(Module):
                 rows.adapters_t,
                 lora.joined_vectors(kernel),
             )
-        act = self._fused_activation
-        y = run.multiply(
-            x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta, activation=act
-        )
+        y = run.multiply(x_te, packed, num_rows, norm=before, bias=bias, residual=residual, delta=delta)
         return y.reshape(len(y), *packed.shape[1:]) if packed.num_parts == 1 else y
 
     @property
     def _kernel(self) -> matmul_module.ProductKernel:
         return matmul_module.loaded()
-
-    @property
-    def _fused_activation(self) -> matmul_module.Gate | None:
-        """The activation that the kernel applies to the sums; None is none."""
-        return None
 
 
 class ActivatedLinear(Linear):
@@ -538,11 +535,11 @@ class ActivatedLinear(Linear):
         residual: jax.Array | None,
     ) -> jax.Array:
         y = super()._multiply(kernel, x_te, rows, norm, residual)
-        return activate(y, self.activation) if self._fused_activation is None else y
+        return activate(y, self.activation) if _fused_gate(self.activation) is None else y
 
     @property
-    def _fused_activation(self) -> matmul_module.Gate | None:
-        return next((gate for gate in matmul_module.GATES if gate == self.activation), None)
+    def _kernel(self) -> matmul_module.ProductKernel:
+        return dataclasses.replace(matmul_module.loaded(), activation=_fused_gate(self.activation))
 
 
 class GatedLinear(Linear):
@@ -574,7 +571,7 @@ class GatedLinear(Linear):
     @property
     def _kernel(self) -> matmul_module.ProductKernel:
         run = matmul_module.loaded()
-        gate = next((gate for gate in matmul_module.GATES if gate == self.activation), None)
+        gate = _fused_gate(self.activation)
         return run if gate is None else dataclasses.replace(run, gate=gate)
 
 

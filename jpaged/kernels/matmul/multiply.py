@@ -74,6 +74,7 @@ class ProductKernel:
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
         gate: the activation of matrices of two parts.
+        activation: applied to the sums of other matrices; None is none.
         clears: `multiply` sets rows that are not in use to zeros; otherwise they are undefined.
     """
 
@@ -82,6 +83,7 @@ class ProductKernel:
     max_width: int = MAX_WIDTH
     max_threads: int = 0
     gate: Gate = "silu"
+    activation: Gate | None = None
     clears: bool = True
 
     @property
@@ -104,7 +106,6 @@ class ProductKernel:
         residual: Float[Array, "T N"] | None = None,
         dtype: np.dtype | None = None,
         delta: RowDelta | None = None,
-        activation: Gate | None = None,
     ) -> Float[Array, "T N"]:
         """Compute residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
 
@@ -131,7 +132,7 @@ class ProductKernel:
         added = (none32, jnp.zeros((0,), jnp.int32)) if delta is None else (delta.sums_tn, delta.adapters_t)
         vectors = none32 if delta is None or delta.vectors is None else delta.vectors
         attributes = {**form, **self._norm_attributes(norm), "clears": np.int64(self.clears)}
-        act = np.int64(GATES.index(activation))
+        act = np.int64(GATES.index(None if matrix.num_parts == 2 else self.activation))
         y_tn: jax.Array = run(*operands, *scales, *added, vectors, gate=gate, activation=act, **attributes)
         return y_tn
 

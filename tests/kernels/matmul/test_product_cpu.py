@@ -122,9 +122,8 @@ def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtyp
 def test_sums_have_an_activation_before_a_residual_is_added(limited: ProductKernel, activation: Gate) -> None:
     x = np.concatenate([np.linspace(-9, 9, 1801), [-1e30, -1e4, -1e-30, 0, 1e-30, 1e4]]).astype(np.float32)[:, None]
     matrix, bias = pack(np.ones((1, 1), np.float32)), jnp.float32([0.25])
-    run = jax.jit(
-        lambda x: limited.multiply(x, matrix, jnp.int32(len(x)), bias=bias, residual=x, activation=activation)
-    )
+    kernel = dataclasses.replace(limited, activation=activation)
+    run = jax.jit(lambda x: kernel.multiply(x, matrix, jnp.int32(len(x)), bias=bias, residual=x))
     sums = x.astype(np.float64) + 0.25
     normal = 0.5 * np.vectorize(math.erfc)(-sums / 2**0.5)
     tanh = 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * sums * (1 + 0.044715 * np.minimum(sums**2, 1e10))))
