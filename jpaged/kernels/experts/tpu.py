@@ -311,7 +311,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
             scratch_shapes=[
                 pltpu.VMEM((form.row_words * form.stride, LANES), jnp.uint32),
                 pltpu.VMEM((lines * form.stride, LANES), jnp.float32),
-                _unpacked_shapes(form, len(inner), has_zeros=has_zeros),
+                *_unpacked_shapes(form, len(inner), has_zeros=has_zeros),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((form.num_tokens, lines, LANES), jnp.float32),
@@ -384,11 +384,11 @@ class _UnpackedRefs:
     sums: Any
 
 
-def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> _UnpackedRefs | tuple[()]:
+def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> list[Any]:
     from jax.experimental.pallas import tpu as pltpu
 
     if not form.is_unpacked:
-        return ()
+        return []
     shapes = [(form.width, form.block)] * num_inner + [(form.block, form.width)]
     sizes = [form.group_sizes[0]] * num_inner + [form.group_sizes[1]]
     weights = [pltpu.VMEM((depth // 2, columns), jnp.int32) for depth, columns in shapes if form.keeps_weights]
@@ -402,7 +402,8 @@ def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> _
         return pltpu.VMEM((-(-depth // _CHUNK_DEPTH), form.tile_rows, _CHUNK_DEPTH), jnp.bfloat16)
 
     sums = [pltpu.VMEM((form.tile_rows, columns), jnp.float32) for _, columns in shapes]
-    return _UnpackedRefs(weights, scales, scales if has_zeros else [], chunks(form.width), chunks(form.block), sums)
+    zeros = scales if has_zeros else []
+    return [_UnpackedRefs(weights, scales, zeros, chunks(form.width), chunks(form.block), sums)]
 
 
 def pack(x_te: Float[Array, "T E"]) -> jax.Array:
@@ -446,7 +447,7 @@ class _ExpertRefs:
     sums: Any
     tile: Any
     results: Any
-    unpacked: Any
+    unpacked: Any = None
 
     @classmethod
     def of(cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int) -> _ExpertRefs:
