@@ -422,6 +422,8 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/rerank": {
         **_OF_TEXTS,
         "instruction": only("", advice="write it into the query"),
+        "rank_fields": only([], ["text"], advice="documents are ranked by their text"),
+        "max_chunks_per_doc": hint(int),
     },
     "/tokenize": {},
     "/detokenize": {},
