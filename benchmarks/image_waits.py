@@ -1,8 +1,7 @@
 """Time between the tokens of a text stream while another tenant sends pictures that take long to read and to encode.
 
     alone      no pictures
-    decoding   requests of 8 JPEG files of 40 megapixels each, one after another
-    refused    the same with a last image that is no picture, so that nothing is encoded
+    pictures   four requests at a time, each with 8 JPEG files of 40 megapixels
 
 The demo's captioner has a small encoder, so its pictures are mainly decoded. The other model has layers of SigLIP in
 the width of Gemma 3's and random weights next to a small language model, so its pictures are mainly encoded.
@@ -18,7 +17,6 @@ import http.client
 import io
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -123,8 +121,7 @@ def serving(model: Path, *options: str) -> Iterator[int]:
             try:
                 yield int(found["port"])
             finally:
-                process.send_signal(signal.SIGINT)
-                process.wait(60)
+                process.kill()  # requests with pictures may be pending
 
 
 def post(port: int, tenant: str, body: bytes) -> http.client.HTTPResponse:
@@ -155,14 +152,14 @@ def read_gaps(port: int, seconds: float) -> list[float]:
 
 
 @contextmanager
-def sending(port: int, bodies: list[bytes]) -> Iterator[list[int]]:
+def sending(port: int, photo: bytes) -> Iterator[list[int]]:
     """Send chats with pictures of another tenant from some threads until the context ends; yield the statuses."""
     stop, statuses = threading.Event(), list[int]()
 
     def send(number: int) -> None:
         while not stop.is_set():
             try:
-                response = post(port, "pictures", bodies[number % len(bodies)])
+                response = post(port, "pictures", make_body(photo, number))
                 response.read()
                 statuses.append(response.status)
             except OSError:
@@ -178,18 +175,21 @@ def sending(port: int, bodies: list[bytes]) -> Iterator[list[int]]:
         stop.set()
 
 
-def make_bodies(photo: bytes) -> list[bytes]:
-    """Return chats with pictures that differ in a few bytes, so that no cache has them."""
-    bodies = []
-    for number in range(24):
-        parts = []
-        for image in range(_NUM_IMAGES):
-            noted = photo[:2] + b"\xff\xfe\x00\x06" + f"{number:02d}{image:02d}".encode() + photo[2:]
-            uri = "data:image/jpeg;base64," + base64.b64encode(noted).decode()
-            parts.append({"type": "image_url", "image_url": {"url": uri}})
-        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "20,"}]}]
-        bodies.append(json.dumps({"messages": messages, "max_tokens": 1}).encode())
-    return bodies
+def vary(photo: bytes, number: int) -> bytes:
+    """Return a JPEG with other pixels: the quantization of two frequencies differs, so that no cache has it."""
+    table = photo.index(b"\xff\xdb") + 5  # after marker, length, and number of the table
+    changed = bytearray(photo)
+    changed[table + 62 : table + 64] = bytes([1 + number // 200, 1 + number % 200])
+    return bytes(changed)
+
+
+def make_body(photo: bytes, number: int) -> bytes:
+    """Return a chat with several pictures, which differ from those of other numbers."""
+    photos = [vary(photo, number * _NUM_IMAGES + image) for image in range(_NUM_IMAGES)]
+    uris = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in photos]
+    parts = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "20,"}]}]
+    return json.dumps({"messages": messages, "max_tokens": 1}).encode()
 
 
 def summary(gaps: list[float]) -> dict[str, float]:
@@ -206,19 +206,19 @@ def summary(gaps: list[float]) -> dict[str, float]:
 
 def measure(model: Path, options: list[str], seconds: float, photo: bytes) -> dict[str, Any]:
     """Return the gaps of a model's streams alone and next to pictures."""
-    bodies, found = make_bodies(photo), dict[str, Any]()
+    found = dict[str, Any]()
     with serving(model, *options) as port:
-        post(port, "pictures", bodies[-1]).read()  # compiles
+        post(port, "pictures", make_body(photo, 99)).read()  # compiles
         read_gaps(port, 2)
         found["alone"] = summary(read_gaps(port, seconds))
-        with sending(port, bodies) as statuses:
+        with sending(port, photo) as statuses:
             found["pictures"] = summary(read_gaps(port, seconds)) | {"requests": len(statuses)}
             found["statuses"] = sorted(set(statuses))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Measure text streams next to pictures.")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=["captioner", "siglip"])

@@ -23,18 +23,16 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jpaged.errors import InvalidArgument, Unavailable
+from jpaged.service.chat.sandbox import ModuleProcess, read_exactly
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -99,24 +97,11 @@ class PictureDecoder:
             self._free.put(child)
 
 
-class _DecoderChild:
-    """One process and the server's end of the socket. `end` runs when the object is garbage-collected."""
+class _DecoderChild(ModuleProcess):
+    """The process, with what it reads and writes."""
 
     def __init__(self) -> None:
-        with contextlib.ExitStack() as opened:
-            ours, theirs = socket.socketpair()
-            self._connection = opened.enter_context(ours)
-            self._connection.settimeout(_ANSWER_TIMEOUT_S)
-            self._answers = opened.enter_context(ours.makefile("rb"))
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "jpaged.service.images"],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the server, which drains
-                )
-            self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
+        super().__init__("jpaged.service.images", _ANSWER_TIMEOUT_S)
 
     def decode(self, field: str, content: bytes, check_size: CheckSize | None) -> NDArray[np.uint8]:
         """Return the pixels of a file; raise as `PictureDecoder.decode` does."""
@@ -139,23 +124,23 @@ class _DecoderChild:
             raise
 
     def _decode(self, field: str, content: bytes, check_size: CheckSize | None) -> NDArray[np.uint8]:
-        self._connection.sendall(_COUNT.pack(len(content)))
-        self._connection.sendall(content)
-        if (kind := _read(self._answers, 1)) == _HEADER:
-            width, height = _SIZE.unpack(_read(self._answers, _SIZE.size))
+        self.connection.sendall(_COUNT.pack(len(content)))
+        self.connection.sendall(content)
+        if (kind := read_exactly(self.answers, 1)) == _HEADER:
+            width, height = _SIZE.unpack(read_exactly(self.answers, _SIZE.size))
             try:
                 check_pixels(field, width, height)
                 if check_size is not None:
                     check_size(width, height)
             except BaseException:
-                self._connection.sendall(_STOP)
+                self.connection.sendall(_STOP)
                 raise
-            self._connection.sendall(_GO)
-            kind = _read(self._answers, 1)
+            self.connection.sendall(_GO)
+            kind = read_exactly(self.answers, 1)
         if kind == _FAILED:
-            (length,) = _COUNT.unpack(_read(self._answers, _COUNT.size))
-            raise InvalidArgument(field, _read(self._answers, length).decode(errors="replace"))
-        width, height = _SIZE.unpack(_read(self._answers, _SIZE.size))
+            (length,) = _COUNT.unpack(read_exactly(self.answers, _COUNT.size))
+            raise InvalidArgument(field, read_exactly(self.answers, length).decode(errors="replace"))
+        width, height = _SIZE.unpack(read_exactly(self.answers, _SIZE.size))
         try:
             check_pixels(field, width, height)
         except InvalidArgument:
@@ -164,23 +149,10 @@ class _DecoderChild:
         pixels_hwc = np.empty((height, width, 3), np.uint8)
         view = pixels_hwc.data.cast("B")
         while view:
-            if not (num_read := self._answers.readinto(view)):
+            if not (num_read := self.answers.readinto(view)):
                 raise EOFError
             view = view[num_read:]
         return pixels_hwc
-
-
-def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
-    process.kill()
-    process.wait()
-    open_files.close()
-
-
-def _read(frames: IO[bytes], count: int) -> bytes:
-    content = frames.read(count)
-    if len(content) < count:
-        raise EOFError
-    return content
 
 
 def check_pixels(field: str, width: int, height: int) -> None:
@@ -293,10 +265,10 @@ def _serve(connection: socket.socket) -> None:
 
     def check_size(width: int, height: int) -> bool:
         connection.sendall(_HEADER + _SIZE.pack(width, height))
-        return _read(requests, 1) == _GO
+        return read_exactly(requests, 1) == _GO
 
     while len(head := requests.read(_COUNT.size)) == _COUNT.size:
-        content = _read(requests, _COUNT.unpack(head)[0])
+        content = read_exactly(requests, _COUNT.unpack(head)[0])
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             pixels_hwc = decode_file(content, check_size)

@@ -23,7 +23,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from jpaged import json_text
@@ -68,15 +67,51 @@ def receive(frames: IO[bytes]) -> tuple[FrameKind, str]:
         EOFError: the peer has closed.
         TimeoutError: the socket's timeout has passed.
     """
-    kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
-    return FrameKind(kind), _read(frames, length).decode()
+    kind, length = _HEAD.unpack(read_exactly(frames, _HEAD.size))
+    return FrameKind(kind), read_exactly(frames, length).decode()
 
 
-def _read(frames: IO[bytes], count: int) -> bytes:
+def read_exactly(frames: IO[bytes], count: int) -> bytes:
+    """Read some bytes from a socket's file; raise EOFError if the peer has closed."""
     content = frames.read(count)
     if len(content) < count:
         raise EOFError
     return content
+
+
+class ModuleProcess:
+    """A process that runs a module of the package, with a socket as its stdin.
+
+    Both end when `end` is called, or when the object is garbage-collected.
+
+    Args:
+        timeout_s: of each send and receive; these raise TimeoutError.
+        stderr: a file descriptor.
+    """
+
+    def __init__(self, module: str, timeout_s: float, stderr: int = subprocess.DEVNULL) -> None:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            self.connection = opened.enter_context(ours)
+            self.connection.settimeout(timeout_s)
+            self.answers = opened.enter_context(ours.makefile("rb"))
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", module],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    start_new_session=True,  # Ctrl-C is for the server, which drains; forks end with the group
+                )
+            self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
+
+
+def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
+    if process.returncode is None:  # otherwise its number may be that of another process
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    open_files.close()
 
 
 CPU_S = 2.0
@@ -165,32 +200,19 @@ def template_process() -> TemplateProcess:
     return TemplateProcess()
 
 
-class _TemplateChild:
-    """One process, the server's end of the socket, and the stderr. `end` runs when the object is garbage-collected."""
+class _TemplateChild(ModuleProcess):
+    """The process, and its stderr."""
 
     def __init__(self) -> None:
-        with contextlib.ExitStack() as opened:
-            ours, theirs = socket.socketpair()
-            self._connection = opened.enter_context(ours)
-            self._connection.settimeout(_ANSWER_TIMEOUT_S)
-            self._answers = opened.enter_context(ours.makefile("rb"))
-            with theirs:
-                self._said, path = tempfile.mkstemp()
-                opened.callback(os.close, self._said)
-                Path(path).unlink()
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "jpaged.service.chat"],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._said,
-                    start_new_session=True,  # Ctrl-C is for the server, which drains
-                )
-            self.end = weakref.finalize(self, _end, self.process, opened.pop_all())
+        with tempfile.TemporaryFile() as said:
+            super().__init__("jpaged.service.chat", _ANSWER_TIMEOUT_S, said.fileno())
+            self._said = os.dup(said.fileno())
+        weakref.finalize(self, os.close, self._said)
 
     def ask(self, kind: FrameKind, text: str | bytes) -> tuple[FrameKind, str]:
         """Send a question and wait for the answer; raise OSError or EOFError on failure."""
-        send(self._connection, kind, text)
-        return receive(self._answers)
+        send(self.connection, kind, text)
+        return receive(self.answers)
 
     def reason(self, error: Exception) -> Exception:
         """Return the error that explains why the process gave no answer."""
@@ -202,9 +224,3 @@ class _TemplateChild:
         said = os.pread(self._said, _MAX_SAID_BYTES, 0).decode(errors="replace").strip()
         last = (said.splitlines() or ["no output"])[-1]
         return Unavailable(f"the process that renders chat templates exited with code {code}: {last}")
-
-
-def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
-    process.kill()
-    process.wait()
-    open_files.close()

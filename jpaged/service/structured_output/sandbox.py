@@ -19,10 +19,8 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from jpaged import json_text
 from jpaged.errors import Unavailable
+from jpaged.service.chat.sandbox import ModuleProcess, read_exactly
 from jpaged.service.structured_output.vocabulary import Vocabulary, VocabularySpec
 
 
@@ -100,15 +99,8 @@ def receive(messages: IO[bytes]) -> dict[str, Any]:
         EOFError: the peer has closed.
         TimeoutError: the socket's timeout has passed.
     """
-    (length,) = _HEAD.unpack(_read(messages, _HEAD.size))
-    return dict(json.loads(_read(messages, length)))
-
-
-def _read(messages: IO[bytes], count: int) -> bytes:
-    content = messages.read(count)
-    if len(content) < count:
-        raise EOFError
-    return content
+    (length,) = _HEAD.unpack(read_exactly(messages, _HEAD.size))
+    return dict(json.loads(read_exactly(messages, length)))
 
 
 def _answer(vocabulary: Vocabulary, question: dict[str, Any]) -> dict[str, Any]:
@@ -246,34 +238,14 @@ class TrialProcess:
         self._child = None
 
 
-class _TrialChild:
-    """One process, and the server's end of the socket. `end` runs when the object is garbage-collected."""
+class _TrialChild(ModuleProcess):
+    """The process, with a vocabulary."""
 
     def __init__(self, spec: VocabularySpec) -> None:
-        with contextlib.ExitStack() as opened:
-            ours, theirs = socket.socketpair()
-            self._connection = opened.enter_context(ours)
-            self._connection.settimeout(_START_TIMEOUT_S)
-            self._answers = opened.enter_context(ours.makefile("rb"))
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "jpaged.service.structured_output"],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for the server, which drains; forks end with the group
-                )
-            self.end = weakref.finalize(self, _end, process, opened.pop_all())
-        send(self._connection, asdict(spec))
+        super().__init__("jpaged.service.structured_output", _START_TIMEOUT_S)
+        send(self.connection, asdict(spec))
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send a question and wait for the answer; raise OSError or EOFError on failure."""
-        send(self._connection, question)
-        return receive(self._answers)
-
-
-def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    open_files.close()
+        send(self.connection, question)
+        return receive(self.answers)
