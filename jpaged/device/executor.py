@@ -423,7 +423,7 @@ class JaxExecutor:
         self._geometry = geometry
         self._memory_plan = memory_plan
         self._waits_for_all = waits_for_all
-        self._programs = ProgramStore(served.sources, self._note_ready)
+        self._programs = self.programs = ProgramStore(served.sources, self._note_ready)
         self.num_compiles_after_warm_up = 0
         self._rates: DeviceRates | None = None
         layout, mesh = step.layout, step.mesh
@@ -562,11 +562,6 @@ class JaxExecutor:
     def waits_for_all(self) -> bool:
         """True if `warm_up` returns after all programs are compiled; False if some follow in the background."""
         return self._waits_for_all
-
-    @property
-    def programs(self) -> ProgramStore:
-        """The programs of this executor."""
-        return self._programs
 
     @property
     def memory_plan(self) -> MemoryPlan:

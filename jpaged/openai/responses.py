@@ -265,7 +265,7 @@ def _stream_options(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, A
     for name in ("include_usage", "continuous_usage_stats"):
         if options.get(name) not in (None, False):
             raise InvalidArgument(f"stream_options.{name}", "is not supported: a response ends with its usage")
-    return options
+    return {name: value for name, value in options.items() if name in _STREAM_FIELDS}
 
 
 def _text_format(text: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
