@@ -77,10 +77,9 @@ def place_scales(step: Step, scales_l2: np.ndarray, params: Params) -> jax.Array
         stage, place = divmod(layer, len(places))
         group, index = places[place]
         found[stage, group : group + kind.num_places, index] = scales_l2[layer]
-    found = found.reshape(-1, *found.shape[-2:])
     if layout.value_dim is not None:
         found[..., 1] = found[..., 0]  # a latent has one scale for all its uses
-    given = jax.device_put(found, NamedSharding(step.mesh, scales_spec(layout)))
+    given = jax.device_put(found.reshape(-1, *found.shape[-2:]), NamedSharding(step.mesh, scales_spec(layout)))
     return jnp.where(jnp.isnan(given), measure_scales(step, params), given) if np.isnan(found).any() else given
 
 

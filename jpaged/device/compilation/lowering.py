@@ -139,8 +139,7 @@ def _sized_step(
     config, kinds = model.config, model.config.attention_kinds  # the chosen layout is one device's part
     groups, in_stages = _kv_groups(config.layer_kinds, sizes, layer_mode, mesh), num_stages(mesh)
     layout = _pool_layout(chosen.layout, config, groups, sizes, num_blocks, mesh)
-    num_heads = config.num_heads // (num_parts // dp_size)
-    cascade = cascade_costs(chosen.backend, layout.local, kinds, num_heads, num_contexts)
+    cascade = cascade_costs(chosen.backend, layout.local, kinds, config.num_heads * dp_size // num_parts, num_contexts)
     max_num_steps, sampler = max_steps_of_dispatch(options, mesh), choose_kernel(chosen.backend, mesh.size, vocab_size)
     geometry = Geometry(
         num_blocks=layout.num_blocks,
