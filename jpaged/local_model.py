@@ -20,7 +20,7 @@ from dataclasses import Field, fields, make_dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress, read_hf_fields
 from jpaged.chat import build_chat_options, parse_images
@@ -109,7 +109,6 @@ Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
 _TASKS = ("generate", "embed", "token_embed")
-_NOT_PROMPTS = ("encoder_prompt",)
 _LOG = logging.getLogger(__name__)
 
 
@@ -160,9 +159,16 @@ class EngineArgs:
         """Keyword -> value."""
         return dict(vars(self))
 
-    @property
-    def __dataclass_fields__(self) -> dict[str, Field[Any]]:  # for dataclasses.asdict and replace
-        return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    else:
+
+        @property
+        def __dataclass_fields__(self):  # for dataclasses.asdict
+            return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
 
     @staticmethod
     def add_cli_args(parser: _ParserT) -> _ParserT:
@@ -792,9 +798,8 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
             raise InvalidArgument("prompts", f"{str(prompt)[:80]} of type {type(prompt).__name__} is no prompt")
         return ParsedPrompt(Prompt(token_ids=token_ids))
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
-    for name in _NOT_PROMPTS:
-        if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    if "encoder_prompt" in fields:
+        raise Unsupported("prompts: encoder_prompt is not supported: prompts are text, token ids or prompt_embeds")
     refuse_processor_options(fields.pop("mm_processor_kwargs", None), "prompts: mm_processor_kwargs")
     if "prompt_token_ids" in fields:
         fields.pop("prompt", None)  # their text, as in vLLM
