@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.record import RESULTS, put_on_page, save
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.quantized.quantizer import quantized_here
+from jpaged.device.aot.deployment import CompiledSum
 from jpaged.device.aot.topology import TOPOLOGIES
 from jpaged.device.sharded_matmul import hides_sums
 from jpaged.models.config import ModelConfig
@@ -437,6 +438,10 @@ def planned(found: Mapping[str, Any]) -> PlannedModel:
         block_size=found["block_size"],
         number_bytes=found["bytes_of_a_summed_number"] or itemsize,
         overlaps_sums=itemsize == 2 and overlaps_sums(config, target, found["tensor_parallel_size"]),
+        compiled_sums={
+            int(num_tokens): [CompiledSum(**one) for one in sums]
+            for num_tokens, sums in found.get("overlapped_sums", {}).items()
+        },
     )
 
 

@@ -422,12 +422,20 @@ def _number_bytes(collectives: Sequence[Collective]) -> float:
 
 def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
     """Return the plan of a model, and a step's load: decoding rows with 1024 tokens each, or prompts of 1024 tokens."""
+    num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
+    is_decode = num_tokens <= _MOST_ROWS
+    load = StepLoad.decoding(num_tokens, 1024) if is_decode else StepLoad.prompts(num_tokens, 1024)
+    return plan_model(result).step_times(), load
+
+
+def plan_model(result: ProgramResult) -> PlannedModel:
+    """Return the plan of a program's model, whose sums do not overlap."""
     name, _, topology = result.cell.partition("@")
     name, _, parallel = name.partition("+")
     config, num_devices, block_size = KNOWN_MODELS[name].config, result.num_devices, OPTIONS["block_size"]
     if parallel in ("dp", "eplb"):
         config = with_dp_attention(with_parallel_experts(config))
-    planned = PlannedModel(
+    return PlannedModel(
         config=config,
         kv_dtype="bfloat16",
         itemsize=2,
@@ -438,10 +446,6 @@ def _plan_step(result: ProgramResult) -> tuple[PlannedStepTimes, StepLoad]:
         block_size=block_size,
         number_bytes=_number_bytes(result.collectives),
     )
-    num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
-    is_decode = num_tokens <= _MOST_ROWS
-    load = StepLoad.decoding(num_tokens, 1024) if is_decode else StepLoad.prompts(num_tokens, 1024)
-    return planned.step_times(), load
 
 
 def recorded_steps() -> list[ProgramResult]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES, ChatOptions
 from jpaged.checkpoints.adapters import AdapterReader
@@ -84,6 +84,10 @@ from jpaged.service.structured_output.compiler import ServedGrammars
 from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings, load_tokenizer
 from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
+
+if TYPE_CHECKING:
+    from jpaged.device.vision import JaxVisionEncoder
+    from jpaged.models.vision.processors import PatchProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +159,11 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, source, model, places[0], progress)
-    vision = _vision(source, model, options, first_device(places[0].mesh), progress)
+    images = _vision(source, model, options, first_device(places[0].mesh), progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
+    if images is not None and geometry.embed_width:
+        images[1].set_programs(executor.programs)
     runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor, options.model.overrides))
@@ -190,11 +196,13 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
-        vision=vision if geometry.embed_width else None,
+        vision=Vision(*images) if images is not None and geometry.embed_width else None,
     )
 
 
-def _vision(source: ModelSource, model: Model, options: EngineConfig, device: Any, progress: Progress) -> Vision | None:
+def _vision(
+    source: ModelSource, model: Model, options: EngineConfig, device: Any, progress: Progress
+) -> tuple[PatchProcessor, JaxVisionEncoder] | None:
     """Return the parts that read images; None if the model has none, or unsupported ones, which is reported."""
     config, given = model.config.vision, options.model
     if config is None or not takes_images(model.config, options):
@@ -214,7 +222,7 @@ def _vision(source: ModelSource, model: Model, options: EngineConfig, device: An
     except (InvalidArgument, Unsupported) as error:
         progress(f"images are refused: {error}", 1, 1)
         return None
-    return Vision(processor, vision.JaxVisionEncoder(config, params, processor.max_patches))
+    return processor, vision.JaxVisionEncoder(config, params, processor.max_patches)
 
 
 def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:

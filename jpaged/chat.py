@@ -536,7 +536,7 @@ def _text_part(where: str, part: Any) -> str:
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     """Return a call without client additions: the index and `parsed_arguments`. Its arguments become text."""
-    _check_names(where, call, {"id", "type", "function", "index"} | MESSAGE_NOTES)
+    _check_names(where, call, {"id", "type", "function", "index"})
     if (call.get("type") or "function") != "function":
         raise InvalidArgument(f"{where}.type", f"{str(call['type'])[:_MAX_SHOWN]!r} is not 'function'")
     function = call.get("function")
@@ -573,7 +573,7 @@ def _check_names(where: str, value: Any, known: set[str]) -> None:
     if not isinstance(value, _OBJECT):
         raise InvalidArgument(where, "is missing" if value is None else "must be an object")
     for name, one in value.items():
-        if name not in known and one is not None:
+        if name not in known and name not in MESSAGE_NOTES and one is not None:
             raise InvalidArgument(
                 f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
             )

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import tpu_step
@@ -28,13 +29,21 @@ from jpaged.device.aot.topology import compile_only_devices, find_topology
 from jpaged.errors import InvalidArgument
 from jpaged.kernels.experts import ExpertWeights, Routes, sum_experts
 from jpaged.kernels.matmul.quantized import abstract_matrix
-from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.kernels.mixture_kind import SILU
 
 KIND = "experts"
 _WRITTEN = "v6e/experts/32of128x8x2048x768/bfloat16/64"
 _SHAPE = re.compile(r"(\d+)of(\d+)x(\d+)x(\d+)x(\d+)")
-_DTYPES = ("bfloat16", "int8", "fp8")
+_FORMS: Mapping[str, MatrixFormat | None] = {
+    "bfloat16": None,
+    "int8": MatrixFormat("int8"),
+    "fp8": MatrixFormat("fp8"),
+    "fp8-128": MatrixFormat("fp8", 128),
+    "int4-128": MatrixFormat("int4", 128),
+    "mxfp4": MatrixFormat("mxfp4", 32),
+}
+"""Of weights: 8 bits with a scale per column, or groups with a scale in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ class ExpertsCase:
         num_experts: experts that rows choose from.
         top_k: that a row chooses.
         width, inner: of states, and of gates and ups.
-        dtype: of the weights: bfloat16, or 8 bits with a scale per column.
+        dtype: of the weights, as `_FORMS` has them.
         num_tokens: rows of the step.
     """
 
@@ -74,26 +83,37 @@ class ExpertsCase:
         generation, _, rest = text.partition(f"/{KIND}/")
         shape, *others = rest.split("/")
         found = _SHAPE.fullmatch(shape)
-        if generation not in TOPOLOGIES or not found or len(others) != 2 or others[0] not in _DTYPES:
+        if generation not in TOPOLOGIES or not found or len(others) != 2 or others[0] not in _FORMS:
             raise InvalidArgument("case", f"{text!r} is not like {_WRITTEN}")
         own, num, top_k, width, inner = (int(number) for number in found.groups())
         return cls(generation, own, num, top_k, width, inner, others[0], int(others[1]))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all matrices of an expert."""
-        return 3 * self.width * self.inner * (2 if self.dtype == "bfloat16" else 1)
+        """Bytes of all matrices of an expert, and of the scales of groups."""
+        return 2 * self.bytes_of(self.width) * self.inner + self.bytes_of(self.inner) * self.width
+
+    def bytes_of(self, depth: int, *, has_scales: bool = True) -> int:
+        """Bytes of a column."""
+        form = _FORMS[self.dtype]
+        if form is None:
+            return 2 * depth
+        of_scales = 4 * form.num_groups(depth) if form.group_size and has_scales else 0
+        return depth * NUM_BITS[form.values] // 8 + of_scales
 
 
 def gate() -> Iterator[ExpertsCase]:
-    """The cases that a test holds: Qwen3-30B-A3B, on one device or one of four; the first two are compiled soonest."""
+    """The cases that a test holds: Qwen3-30B-A3B, on one device or one of four, and gpt-oss-20b in MXFP4."""
     whole, part = (128, 128, 8, 2048, 768), (32, 128, 8, 2048, 768)
-    yield ExpertsCase("v6e", *whole, "bfloat16", 64)
+    yield ExpertsCase("v6e", *whole, "bfloat16", 64)  # the first two are compiled soonest
     yield ExpertsCase("v6e", *whole, "int8", 64)
     yield ExpertsCase("v6e", *part, "bfloat16", 64)
     for generation in ("v6e", "tpu7x"):
         yield ExpertsCase(generation, *whole, "bfloat16", 2048)
     yield ExpertsCase("v6e", *part, "bfloat16", 2048)
+    for dtype in ("fp8", "int4-128"):
+        yield ExpertsCase("v6e", *whole, dtype, 64)
+    yield ExpertsCase("v6e", 32, 32, 4, 2880, 2880, "mxfp4", 64)
 
 
 def few() -> list[ExpertsCase]:
@@ -116,7 +136,10 @@ def count(case: ExpertsCase, folder: Path) -> dict[str, Any]:
         return sum_experts(x, Routes(ids, factors), ExpertWeights(gates, ups, down), SILU, backend="ragged")
 
     sharded = jax.shard_map(layer, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=given), _shapes(case))
+    avals = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=Format(Layout(tuple(range(a.ndim))), given)),
+        _shapes(case),
+    )
     text = jax.jit(sharded).lower(*avals).compile().as_text() or ""
     program = read(folder, KIND)
     for path in folder.iterdir():
@@ -127,7 +150,8 @@ def count(case: ExpertsCase, folder: Path) -> dict[str, Any]:
     num_used = len(np.unique(ids[ids < case.num_own]))
     weights = [i for i, shape in enumerate(call.shapes) if shape == (case.num_own, case.width, case.inner)]
     run = Machine(program, call.operands, weights[0], memory(case.generation)).run()
-    if run.pool_bytes * 3 != num_used * case.weight_bytes:
+    columns = -(-case.inner // 128) * 128  # in whole tiles
+    if run.pool_bytes != num_used * case.bytes_of(case.width, has_scales=False) * columns:
         raise LostTrack(f"{case}: read {run.pool_bytes} bytes of gates; {num_used} experts have rows")
     memory_cycles = num_used * case.weight_bytes / memory(case.generation).bytes_per_cycle
     product_cycles = 6 * num_rows * case.width * case.inner / flops_per_cycle(case.generation)
@@ -153,10 +177,10 @@ def _rest(text: str) -> int:
 def _shapes(case: ExpertsCase) -> tuple[Any, ...]:
     def matrices(*shape: int) -> Any:
         shape = (case.num_own, *shape)
-        if case.dtype == "bfloat16":
+        form = _FORMS[case.dtype]
+        if form is None:
             return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        values: Any = case.dtype
-        return abstract_matrix(MatrixFormat(values), shape, -2, np.dtype(jnp.bfloat16))
+        return abstract_matrix(form, shape, -2, np.dtype(jnp.bfloat16))
 
     routes = case.num_tokens, case.top_k
     return (

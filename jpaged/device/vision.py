@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
+from jpaged.device.compilation.compile import ProgramSpec
 from jpaged.device.compilation.memory_plan import EncoderBytes
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.kernels import matmul
 from jpaged.kernels.paged_attention import cpu as cpu_attention
 from jpaged.models.config import VisionConfig
@@ -73,15 +75,22 @@ def lower_encoder(
         shape(num_patches),
         shape(num_patches),
         shape(num_patches, 2),
+        shape(num_patches, 2, of=np.float32),
     )
     return jax.jit(functools.partial(tower.encode, config=config)).lower(params, patches)
 
 
-def encoder_bytes(config: VisionConfig, dtype: np.dtype) -> EncoderBytes:
-    """Return the memory of an encoder on its device; working memory of the largest call is estimated."""
-    size = call_sizes(config.max_patches)[-1]
+def encoder_bytes(config: VisionConfig, dtype: np.dtype, max_tokens: int | None = None) -> EncoderBytes:
+    """Return the memory of an encoder on its device; working memory of the largest call is estimated.
+
+    Args:
+        max_tokens: of an image; None if only the encoder limits them.
+    """
+    most = config.max_patches if max_tokens is None else min(config.max_patches, max_tokens * config.num_merged)
+    size = call_sizes(most)[-1]
     scores = min(config.num_heads * size * size, max(tower.MAX_SCORES, config.num_heads * size * tower.MIN_QUERIES))
-    widths = 4 * config.hidden_size + 2 * config.intermediate_size + config.patch_dim
+    copies = 4 + len(config.deep_layers) + (6 if config.window_edge else 0)  # windows see keys of three blocks
+    widths = copies * config.hidden_size + 2 * config.intermediate_size + config.patch_dim
     return EncoderBytes(vision_leaves(config).num_params * dtype.itemsize, 4 * (2 * scores + size * widths))
 
 
@@ -97,7 +106,9 @@ def random_params(config: VisionConfig, dtype: np.dtype, device: jax.Device, see
 
 
 class JaxVisionEncoder:
-    """Vision encoder of one model on a device. Thread-safe; programs are compiled when they are first needed.
+    """Vision encoder of one model on a device. Thread-safe.
+
+    Programs are those of an executor (`set_programs`). Without one they are compiled when they are first needed.
 
     Args:
         params: the tree of `tower.abstract_params`, on the device.
@@ -115,11 +126,18 @@ class JaxVisionEncoder:
         self._params = _packed(params, config, self._device) if self._packs else params
         self._programs: dict[int, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._store: ProgramStore | None = None
 
     @property
     def max_patches(self) -> int:
         """Maximum number of patches of one image."""
         return self._max_patches
+
+    def set_programs(self, programs: ProgramStore) -> None:
+        """Run the programs of a server's closed list, for images of up to the largest of them."""
+        sizes = tuple(sorted(spec.size for spec in programs.specs if spec.kind == "encode"))
+        self._sizes, self._max_patches = sizes, min(self._max_patches, sizes[-1])
+        self._store = programs
 
     def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
         """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
@@ -135,7 +153,9 @@ class JaxVisionEncoder:
         return [found[index] for index in range(len(images))]
 
     def compile(self, num_patches: int) -> jax.stages.Compiled:
-        """Return the program of a number of patches, compiled at its first use."""
+        """Return the program of a number of patches."""
+        if self._store is not None:
+            return self._store.wait(ProgramSpec("encode", num_patches))
         with self._lock:
             if num_patches not in self._programs:
                 lowered = lower_encoder(self._config, self._dtype, num_patches, self._device, packs=self._packs)
@@ -171,6 +191,7 @@ def pack_images(images: Sequence[PreparedImage], config: VisionConfig, size: int
     values_pe = np.zeros((size, config.patch_dim), np.float32)
     images_p, windows_p = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
     positions_p2, start, num_windows = np.zeros((size, 2), np.int32), 0, 0
+    places_p2 = np.zeros((size, 2), np.float32)
     for number, image in enumerate(images):
         place = slice(start, start + len(image.patches_pe))
         positions, windows = patch_positions(image.grid, config.merge_size), _windows(image.grid, config)
@@ -182,8 +203,11 @@ def pack_images(images: Sequence[PreparedImage], config: VisionConfig, size: int
             values_pe[place], positions_p2[place] = image.patches_pe[order], positions[order]
             windows_p[place] = num_windows + windows[order]
             num_windows += int(windows.max()) + 1
+        if config.num_places:
+            spans = np.maximum(np.array(image.grid, np.float32) - 1, 1)
+            places_p2[place] = positions_p2[place].astype(np.float32) * np.float32(config.num_places - 1) / spans
         start = place.stop
-    return PackedPatches(values_pe, images_p, windows_p, positions_p2)
+    return PackedPatches(values_pe, images_p, windows_p, positions_p2, places_p2)
 
 
 def _windows(grid: tuple[int, int], config: VisionConfig) -> NDArray[np.int32] | None:

@@ -61,6 +61,7 @@ REASONING_FIELDS = frozenset({"effort", "enabled", "thinking_token_budget", "inc
 _CONTEXTS = {"auto": None, "all_turns": True, "current_turn": False}
 """Values of `reasoning.context`: keep the reasoning of earlier turns, drop it, or leave it to the chat template."""
 TEXT_FIELDS = frozenset({"format", "verbosity"})
+_STREAM_FIELDS = frozenset({"include_obfuscation", "include_usage", "continuous_usage_stats"})
 _REPEATED = ("prompt_cache_key", "safety_identifier", "max_tool_calls")
 """Fields without an effect that the answer repeats."""
 MAX_METADATA = 16
@@ -197,7 +198,7 @@ def parse_responses_request(
         "messages": conversation.end(),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
-        "stream_options": _stream_options(body),
+        "stream_options": _stream_options(body, policy),
         "tool_choice": _tool_choice(body.get("tool_choice"), tools),
         "tools": tools.functions or None,
         "response_format": _response_format(text_format),
@@ -257,13 +258,14 @@ def _echoed_text(text: Mapping[str, Any], text_format: Mapping[str, Any]) -> dic
     return {"format": text_format, **verbosity}
 
 
-def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
+def _stream_options(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
     """Return the stream options for a chat: a response ends with its usage in any case."""
     options = object_in(body, "stream_options")
+    policy.check("stream_options", options, _STREAM_FIELDS)
     for name in ("include_usage", "continuous_usage_stats"):
         if options.get(name) not in (None, False):
             raise InvalidArgument(f"stream_options.{name}", "is not supported: a response ends with its usage")
-    return options
+    return {name: value for name, value in options.items() if name in _STREAM_FIELDS}
 
 
 def _text_format(text: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:

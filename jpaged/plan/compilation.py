@@ -215,6 +215,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
             number_bytes=deployment.number_bytes or model.dtype.itemsize,
             adapter_bytes=deployment.adapter_bytes,
             overlaps_sums=deployment.overlaps_sums,
+            compiled_sums=deployment.sums,
             token_sizes=deployment.geometry.buckets.tokens,
         ).step_times(),
         versions={name: version(name) for name in ("jax", "jaxlib")},

@@ -266,6 +266,9 @@ def as_json(found: Assessment) -> dict[str, Any]:
         "compile_seconds": round(deployment.seconds, 1),
         "estimated_start": None if deployment.start is None else dataclasses.asdict(deployment.start),
         "bytes_of_a_summed_number": deployment.number_bytes,
+        "overlapped_sums": {
+            str(num_tokens): [dataclasses.asdict(one) for one in sums] for num_tokens, sums in deployment.sums.items()
+        },
         "versions": dict(plan.versions),
     }
 

@@ -5,7 +5,8 @@
     glue      = a share of products and attention: norms, rotations, layouts
     sums      = (2 * layers + 1) all-reduces of [tokens, E] in the type that the program sums in, each 2 * (n - 1) / n
                 of the bytes over the links and 2 * (size - 1) hops along every axis; if the program sums in parts that
-                overlap with products, only the time that the products do not hide (`exposed_s`)
+                overlap with products, only the time that the products do not hide: by the compiler's cycles of the
+                instructions next to each sum, or by `exposed_s` if the step was not compiled
     exchanges = with data-parallel attention, of each layer with experts: rows to the devices of their experts, and
                 results back, each E numbers per row and device that it is sent to (`mean_devices`); a message passes
                 the mean distance of two devices on a TPU's mesh. Only other layers, and the ends, have sums.
@@ -28,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ import numpy as np
 
 from jpaged.checkpoints.hub import read_config
 from jpaged.checkpoints.names import embedding_bytes, model_leaves, num_params, weight_bytes
+from jpaged.device.aot.deployment import CompiledSum
 from jpaged.device.aot.topology import GPUS, TOPOLOGIES, device_kind
 from jpaged.device.mesh import Microbatches
 from jpaged.device.sharded_matmul import num_column_parts, num_row_chunks
@@ -162,6 +164,7 @@ class PlannedModel:
         adapter_bytes: the part of weight_bytes for adapter slots.
         num_context_parts: parts of every context, each on num_devices devices that share the copy.
         overlaps_sums: the program sums hidden states in parts: see `jpaged.device.sharded_matmul`.
+        compiled_sums: if so, the sums of each compiled forward, by its tokens.
         token_sizes: packed tokens of the compiled forwards, ascending, to which steps are padded; empty pads none.
         num_stages: parts of the layers, which each run on num_devices times num_context_parts devices.
     """
@@ -178,6 +181,7 @@ class PlannedModel:
     adapter_bytes: int = 0
     num_context_parts: int = 1
     overlaps_sums: bool = False
+    compiled_sums: Mapping[int, Sequence[CompiledSum]] = dataclasses.field(default_factory=dict)
     token_sizes: tuple[int, ...] = ()
     num_stages: int = 1
 
@@ -242,7 +246,7 @@ class PlannedModel:
         exchange = RowMessages.of(config, num_devices, self.itemsize)
         return PlannedStepTimes(
             *(roofline, self.target, config.hidden_size, self.number_bytes, times, num_parts, numbers, matrices),
-            *(exchange, self.token_sizes, self.num_stages),
+            *(exchange, self.token_sizes, self.num_stages, self.compiled_sums),
         )
 
 
@@ -315,7 +319,7 @@ class PlannedStepTimes:
         numbers: attention outputs that are merged over these parts.
         matrices: numbers of each of a layer's matrices, by name, if sums of parts overlap with products; else None.
         messages: rows exchanged for experts instead of sums; None for tensor-parallel attention.
-        token_sizes: see `PlannedModel`.
+        token_sizes, compiled_sums: see `PlannedModel`.
         num_stages: parts of the layers, each on these devices.
     """
 
@@ -330,6 +334,7 @@ class PlannedStepTimes:
     messages: RowMessages | None = None
     token_sizes: tuple[int, ...] = ()
     num_stages: int = 1
+    compiled_sums: Mapping[int, Sequence[CompiledSum]] = dataclasses.field(default_factory=dict)
 
     def parts(self, load: StepLoad) -> StepParts:
         """Return the parts of a step's time.
@@ -415,12 +420,23 @@ class PlannedStepTimes:
         if self.messages is not None:
             num_sums = num_layers - self.messages.num_layers + 2
             return num_sums * whole_s + 2 * self.messages.num_layers * self.message_s(num_tokens)
+        if self.compiled_sums.get(num_tokens):
+            return self._unhidden_s(self.compiled_sums[num_tokens])
         if self.matrices is None or parts == 1 or products_s == 0.0:
             return (2 * num_layers + 1) * whole_s
         part_s = self.exchange_s(link_bytes / parts / chunks)
         share = products_s / parts / chunks / self.roofline.shape.num_params
         times = {name: share * size for name, size in self.matrices.items()}
         return whole_s + num_layers * exposed_s(times, part_s, parts, chunks)
+
+    def _unhidden_s(self, sums: Sequence[CompiledSum]) -> float:
+        """Return the seconds that the instructions next to the sums of a compiled step do not hide."""
+        n, clock_hz = self.roofline.num_devices, self.target.hardware.clock_hz
+        unhidden_s = 0.0
+        for one in sums:
+            hidden_s = one.hidden_cycles / clock_hz if clock_hz else 0.0
+            unhidden_s += one.num_runs * max(0.0, self.exchange_s(2 * (n - 1) / n * one.num_bytes) - hidden_s)
+        return unhidden_s
 
     def _merges_s(self, num_tokens: int) -> float:
         n = self.num_context_parts

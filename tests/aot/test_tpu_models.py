@@ -26,12 +26,15 @@ from benchmarks.tpu_programs import (
     compile_cells,
     exchange_table,
     library,
+    plan_model,
     recorded_steps,
 )
-from jpaged.device.aot.deployment import Collective
+from jpaged.device.aot.deployment import Collective, CompiledSum
 from jpaged.models.config import ModelConfig
 from jpaged.models.layer_kinds import count_state_bytes, get_states
+from jpaged.plan.cost import StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
+from jpaged.plan.step_times import layer_matrices
 
 MIB = 1 << 20
 
@@ -465,6 +468,25 @@ PARTS = {
     ("llama-3-70b@v6e:2x4", "forward[2048]"): 2 * 4,
 }
 """Parts of the hidden states that are summed one after another, unless combined; other steps have one."""
+
+
+def test_a_plan_exposes_as_much_of_sums_as_its_compiled_steps() -> None:
+    """Those that overlap with products; other steps of the model are estimated."""
+    config, steps = KNOWN_MODELS["llama-3-70b"].config, 0
+    for result in recorded_steps():
+        if not any(one.is_async for one in result.collectives) or not result.cell.startswith("llama-3-70b@"):
+            continue
+        counted = Exchange.count(result)
+        num_tokens = int(result.program.removeprefix("forward[").removesuffix("]"))
+        sums = CompiledSum.from_collectives(result.collectives)
+        model = dataclasses.replace(plan_model(result), overlaps_sums=True)
+        times = dataclasses.replace(model, compiled_sums={num_tokens: sums}).step_times()
+        assert times.parts(StepLoad.decoding(num_tokens, 1024)).sums_s == pytest.approx(counted.exposed_s)
+        estimated = model.step_times()
+        assert estimated.matrices == layer_matrices(config)
+        assert times.parts(StepLoad.decoding(96, 1024)).sums_s == estimated.parts(StepLoad.decoding(96, 1024)).sums_s
+        steps += 1
+    assert steps >= 4
 
 
 def test_exchanges_are_counted_over_each_link_with_the_trips_of_loops() -> None:

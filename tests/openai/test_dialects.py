@@ -7,6 +7,7 @@ import pytest
 from jpaged.anthropic import parse_messages_request
 from jpaged.chat import ChatOptions, ToolChoiceMode
 from jpaged.errors import InvalidArgument
+from jpaged.openai.embeddings import rerank_job
 from jpaged.openai.request import LenientBody, chat_job
 from jpaged.openai.responses import parse_responses_request
 
@@ -152,3 +153,25 @@ def test_tools_that_only_programs_call_are_ignored() -> None:
         found = parse_responses_request({"input": "x", "tools": tools})
         assert [one.name for one in found.job.prompts[0].chat_options.tools] == names
         assert len(found.warnings) == 2 - len(names)
+
+
+def test_queries_and_documents_of_ranks_may_be_objects_with_a_text() -> None:
+    plain = rerank_job({"query": "q", "documents": ["a", "b"]})
+    body: dict[str, Any] = {"query": {"text": "q"}, "documents": [{"text": "a"}, "b"]}
+    assert rerank_job({**body, "rank_fields": ["text"], "max_chunks_per_doc": 10}) == plain
+    titled = LenientBody({**body, "documents": [{"text": "a", "title": "t"}, "b"]})
+    assert rerank_job(titled) == plain and [*titled.ignored] == ["documents.title"]
+    for wrong, field in (({"documents": [{"text": "a", "title": "t"}]}, "documents.title"), ({"query": {}}, "query")):
+        with pytest.raises(InvalidArgument) as refused:
+            rerank_job({**body, **wrong})
+        assert refused.value.field == field
+    with pytest.raises(InvalidArgument, match="by their text"):
+        rerank_job({**body, "rank_fields": ["title"]})
+
+
+def test_unknown_stream_options_of_responses_are_noted() -> None:
+    body = LenientBody({"input": "x", "stream": True, "stream_options": {"pace": 1, "include_obfuscation": False}})
+    parse_responses_request(body)
+    assert [*body.ignored] == ["stream_options.pace"]
+    with pytest.raises(InvalidArgument, match="pace"):
+        parse_responses_request(dict(body))

@@ -252,7 +252,7 @@ _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4"
 
 
 def read_modelopt(fields: JsonFields) -> Fp8 | ModelOptNvfp4:
-    """Parse a `quantization_config` of ModelOpt, or the section of its own file.
+    """Parse a `quantization_config` of ModelOpt, or the same section of `hf_quant_config.json`.
 
     `config_groups` repeats what the algorithm implies.
 

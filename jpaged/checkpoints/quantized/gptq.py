@@ -16,8 +16,8 @@ AWQ
     scales   [groups, out]
 
 For format v1 of GPTQ, GPTQModel subtracts one from the zeros in whole words, so that a zero of 0 borrows from the next
-one. AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0. Of zeros of
-3 bits, GPTQModel subtracts other numbers than one, which are added here again.
+one. AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0. If numbers
+have 3 bits, GPTQModel subtracts others than one, which are added again here.
 """
 
 from __future__ import annotations

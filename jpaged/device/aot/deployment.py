@@ -15,8 +15,8 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -97,6 +97,31 @@ class Collective:
     instruction: str
     is_async: bool = False
     hidden_cycles: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSum:
+    """An all-reduce of a program.
+
+    Attributes:
+        num_runs: in one call of the program.
+        num_bytes: of its result on one device.
+        hidden_cycles: as of `Collective`.
+    """
+
+    num_runs: int
+    num_bytes: int
+    hidden_cycles: int
+
+    @classmethod
+    def from_collectives(cls, found: Iterable[Collective]) -> tuple[CompiledSum, ...]:
+        """Return the all-reduces among collectives; empty if one is in a loop whose trip count is unknown."""
+        sums = [one for one in found if one.opcode == "all-reduce"]
+        if any(None in one.loop_trips for one in sums):
+            return ()
+        return tuple(
+            cls(math.prod(trips or 0 for trips in one.loop_trips), one.num_bytes, one.hidden_cycles) for one in sums
+        )
 
 
 def collectives(executable: jax.stages.Compiled) -> list[Collective]:
@@ -320,6 +345,7 @@ class PlannedDeployment:
             none or nothing was compiled.
         start: estimate of a server's start; None if nothing was compiled.
         overlaps_sums: as of `Step`.
+        sums: if sums overlap with products, those of each compiled forward, by its tokens.
     """
 
     memory: MemoryPlan
@@ -337,6 +363,7 @@ class PlannedDeployment:
     number_bytes: float | None
     start: StartEstimate | None
     overlaps_sums: bool = False
+    sums: Mapping[int, tuple[CompiledSum, ...]] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -446,6 +473,7 @@ def compile_deployment(
             number_bytes=_number_bytes(programs),
             start=StartEstimate.of(list(probe.sources), first, {one.spec: one.seconds for one in programs}),
             overlaps_sums=probe.step.overlaps_sums,
+            sums=_list_sums(programs) if probe.step.overlaps_sums else {},
         )
 
     if plan.usable_bytes is not None and request.weight_bytes >= plan.usable_bytes:
@@ -481,6 +509,11 @@ def _memory_of_one_device(mesh: Mesh, hbm_bytes: int) -> DeviceMemory:
     is_gpu = first_device(mesh).platform == "gpu"
     outside_bytes = int(hbm_bytes / GPU_MEMORY_SHARE) - hbm_bytes if is_gpu else None
     return DeviceMemory(hbm_bytes, what=_WHAT, outside_bytes=outside_bytes)
+
+
+def _list_sums(programs: Collection[CompiledProgram]) -> dict[int, tuple[CompiledSum, ...]]:
+    forwards = [program for program in programs if program.spec.kind == "forward"]
+    return {program.spec.size: CompiledSum.from_collectives(collectives(program.executable)) for program in forwards}
 
 
 def _number_bytes(programs: Collection[CompiledProgram]) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,14 @@ class PackedPatches:
         images_p: int32, the image of each patch; -1 for padding.
         windows_p: int32, the window of each patch, unlike that of any other image; -1 for padding.
         positions_p2: int32, row and column of each patch in its image.
+        places_p2: row and column among learned positions, which are interpolated; zeros if they are not.
     """
 
     values_pe: Any
     images_p: Any
     windows_p: Any
     positions_p2: Any
+    places_p2: Any
 
 
 def abstract_params(config: VisionConfig, dtype: np.dtype) -> Params:
@@ -78,51 +81,50 @@ def abstract_params(config: VisionConfig, dtype: np.dtype) -> Params:
 
 
 def pack_params(params: Params, packer: Packer, config: VisionConfig) -> Params:
-    """Return an encoder's parameters, or their shapes, with matrices that only the kernels of CPUs read."""
+    """Return an encoder's parameters, or their shapes, with matrices that only the kernels of CPUs read.
 
-    def pack(kernel: Any, num_parts: int = 1) -> PackedMatrix:
-        return packer.pack(kernel, num_parts=num_parts)
+    Layers become a list, because a scan would copy the matrices of each layer.
+    """
 
-    def pack_layers(kernel: Any, num_parts: int = 1) -> PackedMatrix:
-        if isinstance(kernel, jax.ShapeDtypeStruct):
-            one = pack(jax.ShapeDtypeStruct(kernel.shape[1:], kernel.dtype), num_parts)
-            shape = (kernel.shape[0], *one.blocks.shape)
-            blocks: Any = jax.ShapeDtypeStruct(shape, one.blocks.dtype, sharding=one.blocks.sharding)
-        else:
-            packed = [pack(np.asarray(each), num_parts) for each in kernel]
-            one, blocks = packed[0], jnp.stack([each.blocks for each in packed])
-        return dataclasses.replace(one, blocks=blocks)
-
-    def pack_linears(linears: Params, pack: Callable[..., PackedMatrix]) -> Params:
+    def pack_linears(linears: Params) -> Params:
         return {
-            name: {**linear, "kernel": pack(linear["kernel"])} if "kernel" in linear else linear
+            name: {**linear, "kernel": packer.pack(linear["kernel"], num_parts=2 if name == "gated" else 1)}
+            if isinstance(linear, dict) and "kernel" in linear
+            else linear
             for name, linear in linears.items()
         }
 
-    outer = {name: value for name, value in params.items() if name not in ("layers", "positions")}
-    rest = {name: params[name] for name in ("positions",) if name in params}
-    layers = dict(params["layers"])
-    if "gate" in layers and config.activation in _GATES:
-        both = [layers.pop(name) for name in ("gate", "up")]
-        gated = {key: _stack(both[0][key], both[1][key]) for key in both[0]}
-        layers["gated"] = {**gated, "kernel": pack_layers(gated["kernel"], 2)}
-    unpacked = {name: linear for name, linear in layers.items() if name != "gated"}
-    return {**pack_linears(outer, pack), **rest, "layers": {**layers, **pack_linears(unpacked, pack_layers)}}
+    outer = {name: leaf for name, leaf in params.items() if name != "layers"}
+    layers = []
+    for index in range(config.num_layers):
+        layer = {name: {key: _take(leaf, index) for key, leaf in of.items()} for name, of in params["layers"].items()}
+        if "gate" in layer and config.activation in _GATES:
+            gate, up = layer.pop("gate"), layer.pop("up")
+            layer["gated"] = {key: _stack(gate[key], up[key]) for key in gate}
+        layers.append(pack_linears(layer))
+    return {**pack_linears(outer), "layers": layers}
+
+
+def _take(leaf: Any, index: int) -> Any:
+    """Return a layer's part of a stacked leaf, or its shape."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf[index]
 
 
 def _stack(gate: Any, up: Any) -> Any:
     """Return gates and ups, or their shapes, with both as the axis before the last."""
     if isinstance(gate, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*gate.shape[:-1], 2, gate.shape[-1]), gate.dtype)
-    return np.stack([np.asarray(gate), np.asarray(up)], axis=-2)
+    return jnp.stack([gate, up], axis=-2)
 
 
 def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.Array:
-    """Return the input embeddings `[P / m^2, E]` of the output rows, in float32."""
+    """Return the output rows `[P / m^2, row_width]`, in float32: input embeddings, and what later layers add."""
     kernel = params["patch"]["kernel"]
     num_patches = jnp.sum(patches.images_p >= 0)
     x_pw = _linear(patches.values_pe.astype(kernel.dtype), params["patch"], num_patches)
-    if "positions" in params:
+    if config.num_places:
+        x_pw = x_pw + _interpolate(params["positions"], patches.places_p2, config.num_places).astype(x_pw.dtype)
+    elif "positions" in params:
         edge = config.image_size // config.patch_size
         x_pw = x_pw + params["positions"][patches.positions_p2 @ np.array([edge, 1], np.int32)]
     if "pre_norm" in params:
@@ -130,13 +132,42 @@ def encode(params: Params, patches: PackedPatches, config: VisionConfig) -> jax.
     angles = _cos_sin(patches.positions_p2, config) if config.rope_theta else None
     attend = _get_attend(patches, config, has_kernel=isinstance(kernel, PackedMatrix))
 
-    def run(x_pw: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
-        own, is_full = layer
-        return _layer(x_pw, own, functools.partial(attend, is_full), angles, num_patches, config), None
+    def run(x_pw: jax.Array, own: Params, is_full: Any) -> jax.Array:
+        return _layer(x_pw, own, functools.partial(attend, is_full), angles, num_patches, config)
 
-    is_full_l = jnp.asarray(np.isin(np.arange(config.num_layers), config.full_layers))
-    x_pw, _ = lax.scan(run, x_pw, (params["layers"], is_full_l))
-    return _project(x_pw, params, num_patches, config).astype(jnp.float32)
+    is_full_l = np.isin(np.arange(config.num_layers), config.full_layers)
+    if isinstance(params["layers"], list):
+        deep = []
+        for index, own in enumerate(params["layers"]):
+            x_pw = run(x_pw, own, bool(is_full_l[index]))
+            deep += [x_pw] if index in config.deep_layers else []
+    else:
+        is_deep_ln = np.arange(config.num_layers)[:, None] == np.array(config.deep_layers, int)
+
+        def step(carry: tuple[jax.Array, Any], layer: tuple[Params, Any, Any]) -> tuple[tuple[jax.Array, Any], None]:
+            (x_pw, deep), (own, is_full, is_deep_n) = carry, layer
+            x_pw = run(x_pw, own, is_full)
+            return (x_pw, [jnp.where(is_deep_n[i], x_pw, old) for i, old in enumerate(deep)]), None
+
+        carry = x_pw, [x_pw] * len(config.deep_layers)
+        (x_pw, deep), _ = lax.scan(step, carry, (params["layers"], jnp.asarray(is_full_l), jnp.asarray(is_deep_ln)))
+    rows = [_project(x_pw, params, num_patches, config)]
+    rows += [_project_deep(x_pw, index, params, num_patches, config) for index, x_pw in enumerate(deep)]
+    return jnp.concatenate(rows, axis=1).astype(jnp.float32)
+
+
+def _interpolate(positions_nw: jax.Array, places_p2: jax.Array, side: int) -> jax.Array:
+    """Return the learned positions at some places, each between four of them, in float32."""
+    floors_p2 = jnp.floor(places_p2).astype(jnp.int32)
+    offsets_p2 = places_p2 - floors_p2
+    total: Any = 0.0
+    for row, column in itertools.product(range(2), repeat=2):
+        near_p2 = jnp.minimum(floors_p2 + np.array([row, column], np.int32), side - 1)
+        weights_p2 = jnp.where(np.array([row, column], bool), offsets_p2, 1 - offsets_p2)
+        near_pw = positions_nw[near_p2[:, 0] * side + near_p2[:, 1]].astype(jnp.float32)
+        total = total + near_pw * (weights_p2[:, :1] * weights_p2[:, 1:])
+    interpolated: jax.Array = total
+    return interpolated
 
 
 def _layer(
@@ -184,7 +215,14 @@ def _get_attend(patches: PackedPatches, config: VisionConfig, *, has_kernel: boo
         inside: _Attend = functools.partial(of_rows, rows=rows)
     else:
         inside = functools.partial(_attend_windows, windows_p=patches.windows_p, length=edge**2)
-    return lambda is_full, *qkv: lax.cond(is_full, full, inside, *qkv)
+
+    def attend(is_full: Any, *qkv: jax.Array) -> jax.Array:
+        if isinstance(is_full, bool):
+            return full(*qkv) if is_full else inside(*qkv)
+        found: jax.Array = lax.cond(is_full, full, inside, *qkv)
+        return found
+
+    return attend
 
 
 def _attend(q_phd: jax.Array, k_phd: jax.Array, v_phd: jax.Array, groups_p: jax.Array) -> jax.Array:
@@ -294,6 +332,17 @@ def _project(x_pw: jax.Array, params: Params, num_patches: jax.Array, config: Vi
         x = linear(x, params["merger"])
     x = activate(linear(x, params["linear_1"]), config.projector_activation)
     return linear(x, params["linear_2"])
+
+
+def _project_deep(
+    x_pw: jax.Array, index: int, params: Params, num_patches: jax.Array, config: VisionConfig
+) -> jax.Array:
+    """Return what a layer of the language model adds, from an earlier layer's states."""
+    linear = functools.partial(_linear, num_rows=num_patches // config.num_merged)
+    merged = x_pw.reshape(len(x_pw) // config.num_merged, -1)
+    merged = _norm(merged, params[f"deep_{index}_norm"], config.projector_eps)
+    between = activate(linear(merged, params[f"deep_{index}_1"]), config.projector_activation)
+    return linear(between, params[f"deep_{index}_2"])
 
 
 def _linear(

@@ -16,9 +16,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.device.mesh import MESH_AXES
 from jpaged.kernels.experts import ExpertWeights, Routes, StackedExperts, apply_experts, sum_experts, tpu
-from jpaged.kernels.experts.tpu import ExpertRows, ExpertsForm, choose_form, find_form, pack
+from jpaged.kernels.experts.tpu import _CONVERSIONS, _SCALED, ExpertRows, ExpertsForm, choose_form, find_form, pack
 from jpaged.kernels.matmul import quantized
 from jpaged.kernels.matmul.quantized import MatrixFormat, dequantize, quantize
+from jpaged.kernels.matrix_format import NUM_BITS, VALUE_DTYPES
 from jpaged.kernels.mixture_kind import SILU, GateFunction
 from tests.conftest import QUICK_XLA_OPTIONS
 from tests.kernels.experts.mixtures import CLAMPED, expected, mixture, numbers, random_routes
@@ -35,8 +36,8 @@ def run(
     """The kernel's result, with the sizes that it would have on a v6e except for these."""
 
     def kernel(x_te: jax.Array, routes: Routes, weights: ExpertWeights, gate: GateFunction) -> jax.Array:
-        inner = weights.down.matrices.shape[2] if isinstance(weights.down, StackedExperts) else weights.down.shape[1]
-        form = choose_form((*x_te.shape, inner, routes.ids_tk.shape[1]), weights.num_experts, gate, V6E)
+        with on("tpu"):
+            form = find_form(x_te, routes, weights, gate)
         assert form is not None
         form = dataclasses.replace(form, is_interpreted=params or pltpu.InterpretParams(), **sizes)
         return tpu.apply(x_te, routes, weights, form)
@@ -77,6 +78,59 @@ def test_weights_of_eight_bits_have_a_scale_per_column(values: Any) -> None:
     x, routes = numbers((37, width), "bfloat16"), random_routes(37, num_experts, top_k)
     got = run(x, routes, ExpertWeights(gate, up, down), SILU, tile_rows=16, block=128)
     check(got, expected(x, routes, read, SILU))
+
+
+GROUPS: list[dict[str, Any]] = [
+    {"values": "mxfp4", "group_size": 32},
+    {"values": "int4", "group_size": 64},
+    {"values": "int4", "group_size": 32, "has_zeros": True},
+    {"values": "fp8", "group_size": 64},
+    {"values": "int8", "group_size": 16, "has_zeros": True},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("form", "block"), [(form, (256, 192)[i % 2]) for i, form in enumerate([*GROUPS, GROUPS[0]])], ids=str
+)
+def test_weights_of_groups_are_converted_once_for_all_rows_of_an_expert(form: dict[str, Any], block: int) -> None:
+    """Some experts have rows of two tiles; the depth of gates and ups is a whole chunk and a part."""
+    inner = 192 if block == 192 else 448
+    plain = mixture(3, 320, inner, "bfloat16")
+    names = "gate", "up", "down"
+    coded: dict[str, Any] = {name: quantize(getattr(plain, name), MatrixFormat(**form), axis=-2) for name in names}
+    read: Any = {name: dequantize(each) for name, each in coded.items()}
+    x, routes = numbers((37, 320), "bfloat16"), random_routes(37, 3, 2)
+    got = run(x, routes, dataclasses.replace(plain, **coded), CLAMPED, tile_rows=16, block=block)
+    check(got, expected(x, routes, dataclasses.replace(plain, **read), CLAMPED))
+
+
+@pytest.mark.parametrize("values", ["mxfp4", "fp8", "int4"])
+def test_every_number_of_few_bits_is_converted_exactly(values: Any) -> None:
+    """All codes; MXFP4's scales are powers of two, and 0 becomes 2**-33 of one."""
+    num_bits = NUM_BITS[values]
+    codes = np.arange(1 << num_bits, dtype=np.uint8).repeat(2048 >> num_bits)
+    codes = codes[(codes & 0x7F) != 0x7F] if values == "fp8" else codes  # NaN
+    codes = np.resize(codes, 2048)
+    per_word = 32 // num_bits
+    wide = (
+        codes.reshape(-1, per_word, 128).astype(np.uint32) << (np.arange(per_word, dtype=np.uint32) * num_bits)[:, None]
+    )
+    words = jnp.asarray(np.bitwise_or.reduce(wide, axis=1).astype(np.int32))
+    raw = codes.view(VALUE_DTYPES[values]) if num_bits == 8 else codes.astype(np.int8)
+    want = (((raw ^ 8) - 8) if values == "int4" else raw).astype(np.float32).reshape(-1, per_word, 128)
+    if values == "mxfp4":
+        want = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes & 8, -1, 1)
+        want = want.reshape(-1, per_word, 128)
+    for scale in (None, 0.25):
+        given = (
+            None if scale is None else jnp.full((2 * len(words), 128), scale * _SCALED.get(values, 1.0), jnp.bfloat16)
+        )
+        found = jax.jit(functools.partial(_CONVERSIONS[values], zeros=None))(words, given)
+        for j, each in enumerate(found):
+            pairs = np.asarray(each, np.float32).reshape(-1, 2, 128)
+            np.testing.assert_allclose(pairs[:, 0], want[:, j] * (scale or 1), rtol=0, atol=2.0**-33)
+            np.testing.assert_allclose(pairs[:, 1], want[:, j + per_word // 2] * (scale or 1), rtol=0, atol=2.0**-33)
 
 
 @pytest.mark.long
@@ -186,9 +240,9 @@ def on(platform: str, kind: str = V6E) -> Any:
 
 
 def test_it_runs_on_tpus_with_weights_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shapes(dtype: str, width: int = 64, **quantization: Any) -> tuple[Any, ...]:
+    def shapes(dtype: str, width: int = 64, inner: int = 96, **quantization: Any) -> tuple[Any, ...]:
         of_type: list[Any] = [
-            jax.ShapeDtypeStruct((4, *shape), dtype) for shape in ((width, 96), (width, 96), (96, width))
+            jax.ShapeDtypeStruct((4, *shape), dtype) for shape in ((width, inner), (width, inner), (inner, width))
         ]
         if quantization:
             form = MatrixFormat(**quantization)
@@ -203,12 +257,15 @@ def test_it_runs_on_tpus_with_weights_that_it_reads(monkeypatch: pytest.MonkeyPa
         taken = shapes("bfloat16"), shapes("bfloat16", values="int8"), shapes("bfloat16", values="fp8")
         assert all(find_form(*each) is not None for each in taken)
         assert find_form(*shapes("bfloat16", values="fp8", activations="fp8")) is not None, "rows stay as they are"
+        for form in GROUPS:
+            assert find_form(*shapes("bfloat16", 64, 64, **form)) is not None
         others: list[dict[str, Any]] = [
-            {"values": "int8", "group_size": 32},
+            {"values": "int8", "group_size": 32, "has_group_ids": True},
+            {"values": "int4", "group_size": 32, "has_zeros": True, "has_whole_zeros": False},
             {"values": "int8", "has_zeros": True},
-            {"values": "mxfp4"},
+            {"values": "mxfp4", "group_size": 32},  # 96 rows of downs are not whole words of registers
+            {"values": "int8", "activations": "int8"},
         ]
-        others.append({"values": "int8", "activations": "int8"})
         assert all(find_form(*shapes("bfloat16", **each)) is None for each in others)
         assert find_form(*shapes("float32")) is None
         assert find_form(*shapes("bfloat16", width=40)) is None, "the depth is not whole registers"
