@@ -48,6 +48,7 @@ from jpaged.service.score_embed import (
     VectorOptions,
     classifiable,
     errors_named,
+    one_each,
     require_classifier,
 )
 from jpaged.service.tokenizer import HuggingFaceTokenizer
@@ -885,23 +886,3 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for note in (*notes, *describe_variables(vllm_environment())):
         _LOG.info("%s", note)
     return options
-
-
-def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:
-    """Return one value for each: the given one repeated, or the given list.
-
-    Raises:
-        InvalidArgument: the list has another length, or a value has another type.
-    """
-    if isinstance(given, kinds):
-        return [given] * count
-    names = " or ".join(kind.__name__ for kind in kinds)
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise InvalidArgument(field, f"{given!r} is neither {names} nor a list of them")
-    many = list(given)
-    if len(many) != count:
-        raise InvalidArgument(field, f"{len(many)} given for {count} prompts")
-    for one in many:
-        if not isinstance(one, kinds):
-            raise InvalidArgument(field, f"{one!r} is not {names}")
-    return many
