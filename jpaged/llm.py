@@ -49,7 +49,6 @@ from jpaged.local_model import (
     apply_changes,
     change_prompt,
     list_prompts,
-    one_each,
     parse_prompt,
 )
 from jpaged.outputs import (
@@ -94,6 +93,7 @@ from jpaged.service.score_embed import (
     get_pair_output,
     get_pooling_output,
     get_score,
+    one_each,
     require_classifier,
     require_known_options,
 )

@@ -20,7 +20,7 @@ from dataclasses import Field, fields, make_dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, TypedDict, TypeVar
 
 from jpaged.build import build, ignore_progress, read_hf_fields
 from jpaged.chat import build_chat_options, parse_images
@@ -48,6 +48,7 @@ from jpaged.service.score_embed import (
     VectorOptions,
     classifiable,
     errors_named,
+    one_each,
     require_classifier,
 )
 from jpaged.service.tokenizer import HuggingFaceTokenizer
@@ -160,9 +161,16 @@ class EngineArgs:
         """Keyword -> value."""
         return dict(vars(self))
 
-    @property
-    def __dataclass_fields__(self) -> dict[str, Field[Any]]:  # for dataclasses.asdict and replace
-        return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    else:
+
+        @property
+        def __dataclass_fields__(self):  # for dataclasses.asdict
+            return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
 
     @staticmethod
     def add_cli_args(parser: _ParserT) -> _ParserT:
@@ -878,23 +886,3 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for note in (*notes, *describe_variables(vllm_environment())):
         _LOG.info("%s", note)
     return options
-
-
-def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:
-    """Return one value for each: the given one repeated, or the given list.
-
-    Raises:
-        InvalidArgument: the list has another length, or a value has another type.
-    """
-    if isinstance(given, kinds):
-        return [given] * count
-    names = " or ".join(kind.__name__ for kind in kinds)
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise InvalidArgument(field, f"{given!r} is neither {names} nor a list of them")
-    many = list(given)
-    if len(many) != count:
-        raise InvalidArgument(field, f"{len(many)} given for {count} prompts")
-    for one in many:
-        if not isinstance(one, kinds):
-            raise InvalidArgument(field, f"{one!r} is not {names}")
-    return many

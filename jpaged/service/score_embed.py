@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
@@ -71,6 +71,26 @@ def require_score_size(size: int) -> None:
     if size > MAX_SCORE_SIZE:
         problem = f"have {size} characters and token ids, each with the prompt; at most {MAX_SCORE_SIZE} per call"
         raise InvalidArgument("continuations", problem)
+
+
+def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:
+    """Return one value for each: the given one repeated, or the given list.
+
+    Raises:
+        InvalidArgument: the list has another length, or a value has another type.
+    """
+    if isinstance(given, kinds):
+        return [given] * count
+    names = " or ".join(kind.__name__ for kind in kinds)
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InvalidArgument(field, f"{given!r} is neither {names} nor a list of them")
+    many = list(given)
+    if len(many) != count:
+        raise InvalidArgument(field, f"{len(many)} given for {count} prompts")
+    for one in many:
+        if not isinstance(one, kinds):
+            raise InvalidArgument(field, f"{one!r} is not {names}")
+    return many
 
 
 def require_known_options(method: str, options: Mapping[str, Any], known: type) -> None:
