@@ -51,7 +51,6 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
-    refuse_processor_options,
 )
 from jpaged.outputs import (
     AsyncOutputStream,
@@ -79,6 +78,7 @@ from jpaged.sampling_params import (
     get_pooling,
     get_sampling_changes,
     python_names,
+    refuse_processor_options,
     with_python_name,
 )
 from jpaged.service.loaded_model import Admission, SubmittedCall
@@ -404,7 +404,7 @@ class LLM(SynchronousModel):
             given = continued(self._serving.input_processor, parse_prompt(prompt).prompt, each)
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
-                    requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
+                    requests.append(self._start_request(SCORE_SAMPLING, given.prompt(i), adapter)())
         outputs = iter(without_errors(self._run(requests, use_tqdm)))
         return [[get_score(next(outputs)) for _ in each] for each in of_each]
 
@@ -535,10 +535,11 @@ class LLM(SynchronousModel):
     ) -> list[PreparedRequest]:
         names = one_each("adapter", adapter, (str, NoneType), len(params))
         loras = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(params))
-        return [
-            self._request(one.sampling, one.prompt, lora or name)
+        started = [
+            self._start_request(one.sampling, one.prompt, lora or name)
             for one, lora, name in zip(params, loras, names, strict=True)
         ]
+        return [finish() for finish in started]  # images of all prompts are encoded together
 
     def _run(self, asked: list[PreparedRequest], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         requests = [one.request for one in asked]
@@ -747,7 +748,10 @@ class AsyncLLM(AsynchronousModel):
     ) -> AsyncGenerator[RequestOutput, None]:
         _require_id(request_id)
         is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
-        prepare = functools.partial(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
+
+        def prepare() -> PreparedRequest:
+            return self._start_request(sampling, prompt, lora_request, request_id, is_whole=is_whole)()
+
         is_quick = prompt.size <= _QUICK_SIZE and sampling.structured_outputs is None and lora_request is None
         is_quick = is_quick and not prompt.images
         prepared = prepare() if is_quick else await asyncio.to_thread(prepare)
@@ -824,7 +828,7 @@ class LLMEngine(SynchronousModel):
         sampling = change_sampling(given.sampling, changes)
         kind = sampling.output_kind
         is_whole = kind is RequestOutputKind.FINAL_ONLY
-        request, *_ = self._request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)
+        request, *_ = self._start_request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)()
         self._streams[request_id] = RequestOutputStream(request, self._decode_token, kind, lora_request)
         self._waiting[request_id] = request
         return request_id

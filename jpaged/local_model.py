@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import Field, fields, make_dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from jpaged.sampling_params import (
     check_tokenization,
     get_sampling_changes,
     python_names,
+    refuse_processor_options,
     with_defaults,
 )
 from jpaged.server_load import EngineLoad
@@ -109,7 +110,6 @@ Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
 _TASKS = ("generate", "embed", "token_embed")
-_NOT_PROMPTS = ("encoder_prompt",)
 _LOG = logging.getLogger(__name__)
 
 
@@ -437,7 +437,7 @@ class LocalModel:
             given = SamplingParams(**defaults)
         return [GivenRequest(prompt, given) for prompt in prompts]
 
-    def _request(
+    def _start_request(
         self,
         sampling: SamplingParams,
         prompt: Prompt,
@@ -445,7 +445,8 @@ class LocalModel:
         request_id: str | None = None,
         *,
         is_whole: bool = True,
-    ) -> PreparedRequest:
+    ) -> Callable[[], PreparedRequest]:
+        """Check a request and start to encode its images; return a function that waits for them."""
         self._check_usable()
         processor, grammars, images = self._serving.input_processor, self._serving.grammars, self._serving.images
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
@@ -458,13 +459,23 @@ class LocalModel:
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
-            request = make(prompt=prompt) if images is None or not given else images.complete_now(given, prompt, make)
+            prepared: Callable[[], Request] = (
+                images.start_now(given, prompt, make)
+                if images is not None and given
+                else partial(replace, make(prompt=prompt))
+            )
+
+        @python_names()
+        def finish() -> PreparedRequest:
+            request = prepared()
             if prompt.messages is not None:  # as rendered by the chat template
                 text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
                 request = replace(request, prompt=text)
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+
+        return finish
 
     def _pooling_requests(
         self,
@@ -489,7 +500,9 @@ class LocalModel:
                 parsed = parsed._replace(prompt=change_prompt(parsed.prompt, tokenization_kwargs))
                 salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
                 requests.append(
-                    self._request(salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter)
+                    self._start_request(
+                        salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter
+                    )()
                 )
         return requests
 
@@ -518,7 +531,7 @@ class LocalModel:
                 if chat_template is not None:
                     joined = self._render_pair(first, second, chat_template)
                 prompt = classifiable(self._serving.input_processor, joined, pooler, given.truncate_prompt_tokens)
-                requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
+                requests.append(self._start_request(EMBED_SAMPLING, prompt, lora_request or adapter)())
         return requests
 
     def _render_pair(self, first: str, second: str, chat_template: str) -> Prompt:
@@ -792,9 +805,8 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
             raise InvalidArgument("prompts", f"{str(prompt)[:80]} of type {type(prompt).__name__} is no prompt")
         return ParsedPrompt(Prompt(token_ids=token_ids))
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
-    for name in _NOT_PROMPTS:
-        if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    if "encoder_prompt" in fields:
+        raise Unsupported("prompts: encoder_prompt is not supported: prompts are text, token ids or prompt_embeds")
     refuse_processor_options(fields.pop("mm_processor_kwargs", None), "prompts: mm_processor_kwargs")
     if "prompt_token_ids" in fields:
         fields.pop("prompt", None)  # their text, as in vLLM
@@ -805,12 +817,6 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
     text, token_ids, embeds = map(fields.get, forms)
     given = None if embeds is None else to_host_array(embeds)
     return ParsedPrompt(Prompt(text, token_ids, embeds=given, images=images), salt)
-
-
-def refuse_processor_options(given: Any, field: str = "mm_processor_kwargs") -> None:
-    """Raise Unsupported if options of an image processor are given."""
-    if given:
-        raise Unsupported(f"{field}: is not supported: images are prepared by the settings of the checkpoint")
 
 
 def parse_pooled(prompt: GivenInput) -> ParsedPrompt:

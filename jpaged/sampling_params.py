@@ -799,6 +799,12 @@ def get_pooling(
     return replace(params, truncate_prompt_tokens=asked.pop()) if asked else params
 
 
+def refuse_processor_options(given: Any, field: str = "mm_processor_kwargs") -> None:
+    """Raise Unsupported if options of an image processor are given."""
+    if given:
+        raise Unsupported(f"{field}: is not supported: images are prepared by the settings of the checkpoint")
+
+
 def check_tokenization(tokenization_kwargs: object) -> Mapping[str, Any]:
     """Return keywords of tokenization; none if they are None.
 

@@ -103,14 +103,17 @@ class ExpertsCase:
 
 
 def gate() -> Iterator[ExpertsCase]:
-    """The cases that a test holds: Qwen3-30B-A3B, on one device or one of four; the first two are compiled soonest."""
+    """The cases that a test holds: Qwen3-30B-A3B, on one device or one of four, and gpt-oss-20b in MXFP4."""
     whole, part = (128, 128, 8, 2048, 768), (32, 128, 8, 2048, 768)
-    yield ExpertsCase("v6e", *whole, "bfloat16", 64)
+    yield ExpertsCase("v6e", *whole, "bfloat16", 64)  # the first two are compiled soonest
     yield ExpertsCase("v6e", *whole, "int8", 64)
     yield ExpertsCase("v6e", *part, "bfloat16", 64)
     for generation in ("v6e", "tpu7x"):
         yield ExpertsCase(generation, *whole, "bfloat16", 2048)
     yield ExpertsCase("v6e", *part, "bfloat16", 2048)
+    for dtype in ("fp8", "int4-128"):
+        yield ExpertsCase("v6e", *whole, dtype, 64)
+    yield ExpertsCase("v6e", 32, 32, 4, 2880, 2880, "mxfp4", 64)
 
 
 def few() -> list[ExpertsCase]:

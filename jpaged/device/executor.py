@@ -45,7 +45,7 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
-from jpaged.device.kv_scales import measure_scales, place_scales
+from jpaged.device.kv_scales import add_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
 from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
@@ -224,11 +224,7 @@ class ParamsPreparation:
 
     def with_scales(self, params: Params) -> Params:
         """Return the parameters with scales of keys and values, if the pool has scales."""
-        if not self.step.layout.is_scaled:
-            return params
-        given = self.kv_scales_l2
-        measured = measure_scales(self.step, params) if given is None else place_scales(self.step, given, params)
-        return {**params, "kv_scales": measured}
+        return add_scales(self.step, params, self.kv_scales_l2) if self.step.layout.is_scaled else params
 
 
 def _described(leaf: Any) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -427,7 +423,7 @@ class JaxExecutor:
         self._geometry = geometry
         self._memory_plan = memory_plan
         self._waits_for_all = waits_for_all
-        self._programs = ProgramStore(served.sources, self._note_ready)
+        self._programs = self.programs = ProgramStore(served.sources, self._note_ready)
         self.num_compiles_after_warm_up = 0
         self._rates: DeviceRates | None = None
         layout, mesh = step.layout, step.mesh
@@ -566,11 +562,6 @@ class JaxExecutor:
     def waits_for_all(self) -> bool:
         """True if `warm_up` returns after all programs are compiled; False if some follow in the background."""
         return self._waits_for_all
-
-    @property
-    def programs(self) -> ProgramStore:
-        """The programs of this executor."""
-        return self._programs
 
     @property
     def memory_plan(self) -> MemoryPlan:

@@ -57,6 +57,12 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
     return jnp.maximum(largest_lk2, 1e-6) * (MARGINS[name] / MAX_NUMBER[name])
 
 
+def add_scales(step: Step, params: Params, scales_l2: np.ndarray | None) -> Params:
+    """Return the parameters with scales: measured ones, or those of `place_scales`."""
+    placed = measure_scales(step, params) if scales_l2 is None else place_scales(step, scales_l2, params)
+    return {**params, "kv_scales": placed}
+
+
 def place_scales(step: Step, scales_l2: np.ndarray, params: Params) -> jax.Array:
     """Return scales as `measure_scales`, from those of keys and values in each layer, which all heads share.
 

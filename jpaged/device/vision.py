@@ -80,11 +80,17 @@ def lower_encoder(
     return jax.jit(functools.partial(tower.encode, config=config)).lower(params, patches)
 
 
-def encoder_bytes(config: VisionConfig, dtype: np.dtype) -> EncoderBytes:
-    """Return the memory of an encoder on its device; working memory of the largest call is estimated."""
-    size = call_sizes(config.max_patches)[-1]
+def encoder_bytes(config: VisionConfig, dtype: np.dtype, max_tokens: int | None = None) -> EncoderBytes:
+    """Return the memory of an encoder on its device; working memory of the largest call is estimated.
+
+    Args:
+        max_tokens: of an image; None if only the encoder limits them.
+    """
+    most = config.max_patches if max_tokens is None else min(config.max_patches, max_tokens * config.num_merged)
+    size = call_sizes(most)[-1]
     scores = min(config.num_heads * size * size, max(tower.MAX_SCORES, config.num_heads * size * tower.MIN_QUERIES))
-    widths = 4 * config.hidden_size + 2 * config.intermediate_size + config.patch_dim
+    copies = 4 + len(config.deep_layers) + (6 if config.window_edge else 0)  # windows see keys of three blocks
+    widths = copies * config.hidden_size + 2 * config.intermediate_size + config.patch_dim
     return EncoderBytes(vision_leaves(config).num_params * dtype.itemsize, 4 * (2 * scores + size * widths))
 
 

@@ -251,6 +251,7 @@ OPENAI: Mapping[str, Neutral] = {
     "web_search_options": never("the server cannot search the web"),
     "moderation": never("the server does not moderate texts"),
 }
+_CHECKPOINT_DECIDES = "the checkpoint decides how images are prepared"
 VLLM: Mapping[str, Neutral] = {
     "use_beam_search": only(False, advice="use beam_width"),
     "spaces_between_special_tokens": hint(bool),
@@ -272,8 +273,9 @@ VLLM: Mapping[str, Neutral] = {
     "watermarking": _OFF,
     "documents": only([]),
     "chat_template_kwargs": only({}),
-    "media_io_kwargs": hint(dict),
-    "mm_processor_kwargs": hint(dict),
+    "media_io_kwargs": only({}, advice=_CHECKPOINT_DECIDES),
+    "mm_processor_kwargs": only({}, advice=_CHECKPOINT_DECIDES),
+    "multi_modal_data": only({}, advice="send images in messages, to /v1/chat/completions"),
     "kv_transfer_params": only({}),
     "ec_transfer_params": only({}),
     "vllm_xargs": only({}),

@@ -84,10 +84,6 @@ class ImageProcessor(Protocol):
 class VisionEncoder(Protocol):
     """Vision encoder of one model, on a device. Thread-safe."""
 
-    @property
-    def max_patches(self) -> int:
-        """Maximum number of patches of one image."""
-
     def encode(self, images: Sequence[PreparedImage]) -> list[NDArray[np.float32]]:
         """Return the input embeddings `[rows, hidden_size]` of each image. Blocks until the device is done."""
 
@@ -309,6 +305,7 @@ class ImageInputs:
         self._encoding = ThreadPoolExecutor(1, "jpaged-encoder")
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self._num_patches = 0
         self._in_flight: dict[tuple[str, bytes], Future[_Rows]] = {}
         self._cache = EncoderCache(cache_bytes)
         self._memory = ImageMemory(TENANT_BYTES)
@@ -394,16 +391,28 @@ class ImageInputs:
         prompt = dataclasses.replace(prompt, prepared=images)
         return images, await asyncio.get_running_loop().run_in_executor(self._making, make, prompt)
 
-    def complete_now(self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[..., Request]) -> Request:
-        """Return the request that `make` returns for a prompt with prepared images, with their rows. Blocks."""
+    def start_now(
+        self, given: Sequence[GivenImage], prompt: Prompt, make: Callable[..., Request]
+    ) -> Callable[[], Request]:
+        """Start to encode the images of the request that `make` returns for a prompt with prepared images. Blocks.
+
+        Returns:
+            a function that waits, and returns the request with the images' rows.
+        """
         reads = self.start_reading(given)
         try:
             images = [one.result() for one in reads]
         finally:
             _cancel(reads)
         request = make(prompt=dataclasses.replace(prompt, prepared=images))
-        rows = [one.result() for one in self.start_encoding(images, "", request.sampling.cache_salt)]
-        return self.attach(request, images, rows)
+        started = self.start_encoding(images, "", request.sampling.cache_salt, waits_for_more=True)
+
+        def finish() -> Request:
+            with self._lock:
+                self._start_calls()
+            return self.attach(request, images, [one.result() for one in started])
+
+        return finish
 
     def _read(self, image: GivenImage, budget: _ImageBudget, tenant: str) -> PreparedImage:
         field, source = image
@@ -469,11 +478,14 @@ class ImageInputs:
         else:
             placed[-1] = joined
 
-    def start_encoding(self, images: Sequence[PreparedImage], tenant: str, salt: str) -> list[Future[_Rows]]:
+    def start_encoding(
+        self, images: Sequence[PreparedImage], tenant: str, salt: str, *, waits_for_more: bool = False
+    ) -> list[Future[_Rows]]:
         """Start to encode images; those of concurrent requests share calls of the encoder, tenants in turn.
 
         Args:
             tenant, salt: only requests with the same two share encoded images.
+            waits_for_more: images that leave room in a call wait for others, until the calls are started.
         """
         others = f"{self._weight_version()}\0{salt}".encode()
         found, num_hits = list[Future[_Rows]](), 0
@@ -491,11 +503,18 @@ class ImageInputs:
                     else:
                         self._in_flight[tenant, key] = done
                         self._waiting.setdefault(tenant, deque()).append(_Waiting(image, key, done))
-                        self._encoding.submit(self._encode_waiting)
+                        self._num_patches += len(image.patches_pe)
                 found.append(done)
+            if not waits_for_more or self._num_patches >= MAX_CALL_PATCHES:
+                self._start_calls()
             num_tokens = sum(len(image.token_ids) for image in images)
             self._count(num_queries=len(images), num_hits=num_hits, num_tokens=num_tokens)
         return found
+
+    def _start_calls(self) -> None:
+        """Start to encode all waiting images, with the lock held."""
+        for _ in range(sum(map(len, self._waiting.values()))):
+            self._encoding.submit(self._encode_waiting)
 
     def _count(self, **counts: int) -> None:
         """Add to counters, with the lock held."""
@@ -532,13 +551,13 @@ class ImageInputs:
     def _take_batch(self) -> list[tuple[str, _Waiting]]:
         """Return waiting images for one call, one of each tenant in turn: several small ones, or any one."""
         batch, num_patches = list[tuple[str, _Waiting]](), 0
-        most = min(MAX_CALL_PATCHES, self._encoder.max_patches)
         while self._waiting:
             tenant, images = next(iter(self._waiting.items()))
             num_patches += len(images[0].image.patches_pe)
-            if batch and num_patches > most:
+            if batch and num_patches > MAX_CALL_PATCHES:
                 break
             batch.append((tenant, images.popleft()))
+            self._num_patches -= len(batch[-1][1].image.patches_pe)
             del self._waiting[tenant]
             if images:
                 self._waiting[tenant] = images

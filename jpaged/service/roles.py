@@ -417,6 +417,7 @@ class PrefillRole:
         if isinstance(leaving, BlockExport):
             assert self._offers is not None
             num_known = asked.num_known * asked.block_size // transfer.block_size
+            self._offers.port.admit(asked.host)
             prompt = OfferedPrompt(self._offers, leaving, keys, num_known)
             self._prompts[generation.engine_id] = prompt
             async for offer in prompt.offers():

@@ -33,6 +33,7 @@ def test_an_encoder_lowers_for_cuda(name: str) -> None:
         shape((size, config.patch_dim), np.float32),
         *(shape((size,), np.int32),) * 2,
         shape((size, 2), np.int32),
+        shape((size, 2), np.float32),
     )
     encode = jax.jit(functools.partial(tower.encode, config=config))
     lowered = export.export(encode, platforms=["cuda"])(tower.abstract_params(config, BFLOAT16), patches)

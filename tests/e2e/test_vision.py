@@ -150,10 +150,15 @@ def test_greedy_tokens_equal_those_without_an_engine(name: str, tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_preempted_requests_keep_their_images(tmp_path: Path) -> None:
-    write_vision_checkpoint("mistral3", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("mistral3", "recompute"), ("mistral3", "swap"), ("gemma3", "swap"), ("qwen2_5_vl", "swap"), ("qwen3_vl", "auto")],
+)
+def test_preempted_requests_keep_their_images(name: str, mode: str, tmp_path: Path) -> None:
+    write_vision_checkpoint(name, tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with open_llm(tmp_path, num_blocks=16, block_size=4, max_model_len=60, max_num_batched_tokens=64) as llm:
+    options: dict[str, Any] = {"num_blocks": 16, "block_size": 4, "max_model_len": 60, "max_num_batched_tokens": 64}
+    with open_llm(tmp_path, **options, preemption_mode=mode) as llm:
         prompts = [Expanded(llm._serving, [token_id, PICTURES[token_id % 2], 5]) for token_id in range(20, 26)]
         with reading_images(llm, prompts) as given:
             outputs = llm.generate(given, params)

@@ -143,7 +143,9 @@ def test_a_request_in_flight_continues_with_the_new_weights_or_waits_for_a_compl
     sampled: list[int] = []
     with open_llm(folder, **SIZES, num_scheduler_steps=1) as llm:
         engine = engine_of(llm)
-        request = llm._request(params, parse_prompt(TokensPrompt(prompt_token_ids=prompt)).prompt, is_whole=False)
+        request = llm._start_request(
+            params, parse_prompt(TokensPrompt(prompt_token_ids=prompt)).prompt, is_whole=False
+        )()
         has_some, has_ended = threading.Event(), threading.Event()
         ends: list[OutputEvent] = []
 

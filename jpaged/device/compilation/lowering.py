@@ -335,7 +335,7 @@ def get_encoder_bytes(model: Model, options: EngineConfig) -> EncoderBytes:
         return EncoderBytes(0, 0)
     from jpaged.device.vision import encoder_bytes  # only of models that have one
 
-    return encoder_bytes(model.config.vision, model.dtype)
+    return encoder_bytes(model.config.vision, model.dtype, options.model.max_model_len)
 
 
 def _without_refused(model: Model, options: EngineConfig, sizes: StepSizes) -> Model:

@@ -248,6 +248,22 @@ class ConnectorStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorCounts:
+    """Counters of a tier since the start.
+
+    Attributes:
+        num_tokens: prompt tokens loaded.
+        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
+        store: counters of the store, which several tiers may share.
+    """
+
+    store: StoreCounts
+    num_tokens: int = 0
+    num_fallbacks: int = 0
+    is_on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStore:
     """One engine's share of a store.
 
@@ -729,13 +745,9 @@ class TransferRate:
 
     def record(self, num_bytes: int, seconds: float) -> None:
         """Add a transfer."""
-        point = (1.0, num_bytes, seconds, num_bytes**2, num_bytes * seconds)
-        self._sums = tuple(_RATE_MEMORY * old + new for old, new in zip(self._sums, point, strict=True))
-        self._factor = 1.0
-
-    def slow_down(self) -> None:
-        """Double the time, after a transfer that did not end in time."""
-        self._factor *= 2
+        weight, x, y, xx, xy = (_RATE_MEMORY * old for old in self._sums)
+        y, xy, self._factor = y * self._factor, xy * self._factor, 1.0
+        self._sums = weight + 1, x + num_bytes, y + seconds, xx + num_bytes**2, xy + num_bytes * seconds
 
     def speed_up(self, num_bytes: int) -> None:
         """Reduce the time slightly, to the assumed one at least, so that a slow store is tried again."""

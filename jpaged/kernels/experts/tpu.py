@@ -15,12 +15,14 @@ States and sums stay in vector memory. A row takes whole registers there, so tha
 list of each expert's rows is in scalar memory. So neither the sorted rows nor their results are arrays in the device's
 memory. A row's results are added in ascending order of the experts.
 
-Numbers of 4 bits, and floats of 8 bits, become bfloat16 in vector memory, once for all rows of an expert:
+Numbers of 4 bits, floats of 8 bits and numbers with scales of groups become bfloat16 chunk by chunk, once for all rows
+of an expert. Matrix units multiply with one chunk while the next is converted:
 
-    word of 8 codes   7 6 5 4 3 2 1 0     a mask leaves codes j and j + 4, which are the two halves of a word: a few
-    j = 1             . . 5 . . . 1 .     operations on whole words convert both at their places
+    word of 8 codes   7 6 5 4 3 2 1 0     A mask leaves codes j and j + 4 in the two halves of a word, where a few
+    j = 1             . . 5 . . . 1 .     operations on whole words convert both.
 
-So rows of matrices come in the order of `order_of_depth`, and states and inner values are brought to it.
+So the rows of converted matrices have another order, in which states (`_reordered`) and inner values
+(`_reordered_columns`) are multiplied.
 
 Only functions that trace import Pallas: it takes a third as long as jax, and every model imports this module.
 """
@@ -309,7 +311,7 @@ def apply(x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, for
             scratch_shapes=[
                 pltpu.VMEM((form.row_words * form.stride, LANES), jnp.uint32),
                 pltpu.VMEM((lines * form.stride, LANES), jnp.float32),
-                _unpacked_shapes(form, len(inner), has_zeros=has_zeros),
+                *_unpacked_shapes(form, len(inner), has_zeros=has_zeros),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((form.num_tokens, lines, LANES), jnp.float32),
@@ -382,11 +384,11 @@ class _UnpackedRefs:
     sums: Any
 
 
-def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> _UnpackedRefs | tuple[()]:
+def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> list[Any]:
     from jax.experimental.pallas import tpu as pltpu
 
     if not form.is_unpacked:
-        return ()
+        return []
     shapes = [(form.width, form.block)] * num_inner + [(form.block, form.width)]
     sizes = [form.group_sizes[0]] * num_inner + [form.group_sizes[1]]
     weights = [pltpu.VMEM((depth // 2, columns), jnp.int32) for depth, columns in shapes if form.keeps_weights]
@@ -400,7 +402,8 @@ def _unpacked_shapes(form: ExpertsForm, num_inner: int, *, has_zeros: bool) -> _
         return pltpu.VMEM((-(-depth // _CHUNK_DEPTH), form.tile_rows, _CHUNK_DEPTH), jnp.bfloat16)
 
     sums = [pltpu.VMEM((form.tile_rows, columns), jnp.float32) for _, columns in shapes]
-    return _UnpackedRefs(weights, scales, scales if has_zeros else [], chunks(form.width), chunks(form.block), sums)
+    zeros = scales if has_zeros else []
+    return [_UnpackedRefs(weights, scales, zeros, chunks(form.width), chunks(form.block), sums)]
 
 
 def pack(x_te: Float[Array, "T E"]) -> jax.Array:
@@ -444,7 +447,7 @@ class _ExpertRefs:
     sums: Any
     tile: Any
     results: Any
-    unpacked: Any
+    unpacked: Any = None
 
     @classmethod
     def of(cls, arrays: Sequence[Any], num_inner: int, num_scales: int, num_zeros: int, num_biases: int) -> _ExpertRefs:
@@ -746,42 +749,46 @@ def _convert_int4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array |
 def _convert_mxfp4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
     """Return numbers j and j + 4 of each word: a sign, and two bits of the exponent and one of the mantissa.
 
-    Args:
-        scales: powers of two, halved; None if they are applied to products.
-    """
-    del zeros
-    shifted = [words << (12 - 4 * j) if j < 3 else words for j in range(4)]
-    return [_convert_float(each, 6, 0x01C001C0, jnp.bfloat16(0.5) if scales is None else scales) for each in shifted]
-
-
-def _convert_fp8(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
-    """Return numbers j and j + 2 of each word: a sign, four bits of the exponent and three of the mantissa."""
-    del zeros
-    numbers = [_convert_float(each, 4, 0x07F007F0, jnp.bfloat16(2.0**-7)) for each in (words << 8, words)]
-    return [_scaled(each, scales) for each in numbers]
-
-
-def _convert_float(words: jax.Array, num_bits: int, mask: int, least: Any) -> jax.Array:
-    """Convert floats at the upper ends of half words.
-
-    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one,
-    such a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` only then.
+    The bits of a magnitude are added to those of a bfloat16. Those with exponent 0 differ: 1/2 has the bits
+    of 0, and all but 0 have one more bit, of the larger exponent, so that 0 becomes 2**-33.
 
     Args:
-        num_bits: that magnitudes are moved by, to be bfloat16.
-        least: a power of two, or some.
+        scales: powers of two, times 2**-33.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    least = jnp.broadcast_to(least, (2 * len(words), words.shape[1]))
-    larger = pltpu.bitcast(((words >> num_bits) & mask) + pltpu.bitcast(least, jnp.int32), jnp.bfloat16)
-    above = larger - least
-    magnitudes = jnp.minimum(larger, above + above)
-    signs = words & np.int32(-0x7FFF8000)
-    return pltpu.bitcast(pltpu.bitcast(magnitudes, jnp.int32) | signs, jnp.bfloat16)
+    del zeros
+    least = jnp.full((2 * len(words), words.shape[1]), _SCALED["mxfp4"], jnp.bfloat16) if scales is None else scales
+    has_exponent = ((words >> 1) | (words >> 2)) & 0x11111111
+    signs, magnitudes = words | has_exponent, words & (has_exponent | np.int32(-0x11111112))
+    found = []
+    for j in range(4):
+        ends = (signs << (12 - 4 * j) if j < 3 else signs) & np.int32(-0x6FFF7000)
+        middle = (magnitudes << (6 - 4 * j) if j < 2 else magnitudes >> (4 * j - 6)) & 0x01C001C0
+        found.append(pltpu.bitcast((ends | middle) + pltpu.bitcast(least, jnp.int32), jnp.bfloat16))
+    return found
 
 
-_SCALED: Mapping[Any, float] = {"mxfp4": 0.5}
+def _convert_fp8(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
+    """Return numbers j and j + 2 of each word: a sign, four bits of the exponent and three of the mantissa.
+
+    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one,
+    such a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` only then.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    del zeros
+    least, found = jnp.bfloat16(2.0**-7), []
+    for upper in (words << 8, words):
+        larger = pltpu.bitcast(((upper >> 4) & 0x07F007F0) + 0x3C003C00, jnp.bfloat16)
+        above = larger - least
+        magnitudes = jnp.minimum(larger, above + above)
+        signs = upper & np.int32(-0x7FFF8000)
+        found.append(_scaled(pltpu.bitcast(pltpu.bitcast(magnitudes, jnp.int32) | signs, jnp.bfloat16), scales))
+    return found
+
+
+_SCALED: Mapping[Any, float] = {"mxfp4": 2.0**-33}
 _SHIFTED: Mapping[Any, float] = {"int4": 136.0}
 """What scales are multiplied by, and what is added to zero points, before weights are converted."""
 _CONVERSIONS: Mapping[Values, Callable[[jax.Array, jax.Array | None, jax.Array | None], list[jax.Array]]] = {

@@ -309,7 +309,7 @@ class DecoderConfig(ModelConfig):
     @property
     def fuses_gate(self) -> bool:
         """True if a matmul kernel may apply the gate: one of `matmul.multiply.GATES`."""
-        return self.activation in ("silu", "gelu_tanh")
+        return self.activation in ("silu", "gelu_tanh", "gelu")
 
 
 WINDOW = "lossy_kv_window"

@@ -56,6 +56,7 @@ class FakePort:
         self.sizes: dict[int, int] = {}
         self.drains: list[int] = []
         self.pulls: list[FakePull] = []
+        self.admitted: set[str] = set()
 
     @property
     def num_bytes_offered(self) -> int:
@@ -64,6 +65,9 @@ class FakePort:
     @property
     def is_settled(self) -> bool:
         return not self.drains
+
+    def admit(self, host: str) -> None:
+        self.admitted.add(host)
 
     def offer(self, contents: BlockArrays) -> BlockOffer:
         num_bytes = sum(array.nbytes for array in contents.arrays)
@@ -138,6 +142,7 @@ async def test_blocks_are_pulled_and_the_tokens_are_those_of_one_server(
         await ports.check_tokens(request(LONG, max_tokens=24, **sampling))
         received = ports.both.received
         assert (received.num_blocks_received, received.num_pulls, received.num_pulls_failed) == (WHOLE, 1, 0)
+        assert ports.offering.admitted == {"127.0.0.1"}
         assert received.num_bytes_pulled == received.num_bytes_received > 0
         assert ports.both.decode.serving.engine.load().num_blocks_swapped_in == WHOLE
         assert not ports.both.failures

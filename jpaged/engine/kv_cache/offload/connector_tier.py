@@ -42,11 +42,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from jpaged.blockstore.store import StoreCounts
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockTable, group_block_hash
 from jpaged.engine.kv_cache.connector import (
+    ConnectorCounts,
     ConnectorStore,
     DaemonThreadPool,
     EngineStore,
@@ -132,7 +132,7 @@ _LATENCY_S = 0.002
 _LEAST_WAIT_S = 0.05
 """Minimum wait: shorter ones are within the wake-up time of threads."""
 _NUM_AT_ONCE = 16
-"""Maximum number of groups processed per step; others wait for these."""
+"""Maximum number of groups processed per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +169,7 @@ class _Fetch:
     reads: list[_Read] = field(default_factory=list)
     num_in: int = 0
     is_over: bool = False
+    is_late: bool = False
     has_gone_on: bool = False
     began_s: float | None = None
     until_s: float = 0.0
@@ -230,7 +231,7 @@ class BlockReader:
     @property
     def under_way(self) -> list[Future[Sequence[bool]]]:
         """Return the calls of which a result is not processed."""
-        return [*{read.call: None for fetch in self._all() for read in fetch.reads[fetch.num_in :]}]
+        return [*{read.call for fetch in self._all() for read in fetch.reads[fetch.num_in :]}]
 
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to read a block at the measured rate; None if the store lacks it."""
@@ -286,8 +287,7 @@ class BlockReader:
             max_bytes -= self._bring_in(fetch, max_bytes, loader)
             self._read_on(fetch)
             if now_s > fetch.until_s and not fetch.is_done:
-                fetch.is_over = True
-                self.rate.slow_down()
+                fetch.is_over = fetch.is_late = True
             if fetch.is_done:
                 self._end(fetch, now_s)
                 going_on.append(fetch.group)
@@ -310,8 +310,9 @@ class BlockReader:
         self._want_no_more(fetch)
         self._leftover.append(fetch)
         self._count(0, fetch.is_over)
-        if fetch.began_s is not None and fetch.num_in == len(fetch.blocks) and not fetch.is_over:
-            self.rate.record(fetch.num_in * self._blocks.bytes_per_block, now_s - fetch.began_s)
+        if fetch.began_s is not None and (fetch.is_late or not fetch.is_over):  # late ones take at least that long
+            waited_s = min(now_s - fetch.began_s, 2 * fetch.longest_s)
+            self.rate.record(len(fetch.blocks) * self._blocks.bytes_per_block, waited_s)
 
     def _bring_in(self, fetch: _Fetch, max_bytes: int, loader: BlockLoader) -> int:
         """Insert loaded blocks in order; return the number of bytes moved."""
@@ -393,9 +394,6 @@ class _Spill:
     since: int
     is_wanted: bool = True
     written: Future[Sequence[bool]] | None = None
-
-    def get_is_wanted(self) -> bool:
-        return self.is_wanted
 
 
 class BlockWriter:
@@ -543,10 +541,9 @@ class BlockWriter:
             self._host.release(spill.held)
 
     def _write(self, spills: Sequence[_Spill]) -> Sequence[bool]:
-        """Write those blocks that are still wanted; runs on the writer thread."""
-        view = self._blocks.view
-        wanted = [(one.key, view(one.host_block_id), one.get_is_wanted) for one in spills if one.is_wanted]
-        return self._store.save_all(wanted)
+        """Write blocks, except canceled ones; runs on the writer thread."""
+        kept, view = [one for one in spills if one.is_wanted], self._blocks.view
+        return self._store.save_all([(one.key, view(one.host_block_id), lambda one=one: one.is_wanted) for one in kept])
 
     def check(self) -> None:
         """Check the bookkeeping of writes.
@@ -576,22 +573,6 @@ _END_S = 5.0
 """Timeout at close for a store that does not respond."""
 _STALLED_S = 1.0
 """Time without progress after which pending calls count as hung: an idle engine then polls them rarely."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorCounts:
-    """Counters of a tier since the start.
-
-    Attributes:
-        num_tokens: prompt tokens loaded.
-        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
-        store: counters of the store, which several tiers may share.
-    """
-
-    store: StoreCounts
-    num_tokens: int = 0
-    num_fallbacks: int = 0
-    is_on: bool = True
 
 
 def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
@@ -869,15 +850,17 @@ class ConnectorTier:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @property
+    def _is_behind(self) -> bool:
+        return self._events is not None and self._events.is_busy
+
+    @property
     def _is_pending(self) -> bool:
-        is_behind = self._events is not None and self._events.is_busy
-        return self._writer.is_busy or self._reader.is_busy or is_behind
+        return self._writer.is_busy or self._reader.is_busy or self._is_behind
 
     @property
     def _pending(self) -> tuple[int, ...]:
         """Return numbers that change when anything pending advances."""
-        is_behind = self._events is not None and self._events.is_busy
-        return *self._writer.progress, len(self._reader.under_way), is_behind
+        return *self._writer.progress, len(self._reader.under_way), self._is_behind
 
     def _note_used(self) -> None:
         """Submit the hits since the last call to the store, unless the previous update is still running."""

@@ -276,7 +276,7 @@ class Staging:
         return block_id
 
     def take_up_to(self, num_blocks: int) -> list[int]:
-        """Take blocks, fewer if only so many are ready."""
+        """Take up to `num_blocks` blocks, as far as they are ready."""
         block_ids: list[int] = []
         while len(block_ids) < num_blocks and (block_id := self.take()) is not None:
             block_ids.append(block_id)

@@ -18,6 +18,7 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
     second = Server(tmp_path)
     second.readers.hold()
     for name, prompt in (("a", PROMPT), ("b", other)):
+        second.disk._reader.rate = TransferRate(200e6, 0.002)  # as if no read had been late
         second.submit(name, prompt)
         second.step(2)
         assert second.queues.pending_fetch
@@ -25,7 +26,8 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
         second.step(40)
         assert second.h.ended(name)
     assert second.load().num_disk_fallbacks == 2
-    assert second.disk._reader.rate.bytes_per_s == pytest.approx(200e6 / 4)  # so that before long nobody waits at all
+    num_bytes = 7 * second.store.bytes_per_block
+    assert second.disk._reader.rate.seconds(num_bytes) > 10.0  # so that before long nobody waits at all
     second.readers.release()
     second.kill()
 
@@ -38,9 +40,8 @@ def test_a_disk_that_was_slow_is_tried_again(tmp_path):
     first.kill()
     second = Server(tmp_path, sizes={"num_blocks": 256})
     rate, num_bytes = second.disk._reader.rate, second.store.bytes_per_block
-    rate.record(num_bytes, 4.0)
-    while rate.seconds(num_bytes) < 2 * 4.0:  # a block of four tokens, at a second each
-        rate.slow_down()
+    for _ in range(20):
+        rate.record(num_bytes, 2 * 4.0)  # a block of four tokens, at a second each
     found = [second.ask(f"{i}", text, max_tokens=1) for i, text in enumerate(texts)]
     assert not any(found[:10]) and found[-1] == 4
     second.kill()
@@ -102,17 +103,16 @@ def test_no_measurements_give_a_negative_time(points):
         assert rate.latency_s >= 0 and rate.bytes_per_s > 0 and rate.seconds(1000) > 0.005
 
 
-def test_a_transfer_that_failed_counts_double_until_the_next_one():
+def test_what_is_not_measured_again_is_believed_less_and_less():
     rate = TransferRate(100e6, 0.001)
     before = rate.seconds(1 << 20)
-    rate.slow_down()
-    assert rate.seconds(1 << 20) == pytest.approx(2 * before)
-    for _ in range(100):
+    rate.record(1 << 20, 10 * before)
+    slow = rate.seconds(1 << 20)
+    rate.speed_up(1 << 20)
+    assert rate.seconds(1 << 20) == pytest.approx(slow / 1.02)
+    for _ in range(200):
         rate.speed_up(1 << 20)
     assert rate.seconds(1 << 20) == pytest.approx(before)  # never less than assumed
-    rate.slow_down()
-    rate.record(1 << 20, before)
-    assert rate.seconds(1 << 20) == pytest.approx(before)
 
 
 def test_the_time_to_compute_follows_the_measured_steps():
