@@ -1,7 +1,7 @@
 """JSON as in RFC 8259, which has neither NaN nor Infinity: a number that is not finite becomes null.
 
 The log-probability of an impossible token is such a number, and so are sums with it. Python's `json` would write names
-for them that other readers refuse.
+for them that other readers refuse. Bodies of callers are read and checked here, too.
 """
 
 from __future__ import annotations

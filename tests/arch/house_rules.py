@@ -32,7 +32,7 @@ VALUES = {
 MAY_IMPORT = {
     "version": set(),
     "hardware": set(),
-    "json_text": set(),
+    "json_text": {"errors"},
     "server_load": set(),
     "pool": set(),
     "errors": set(),

@@ -49,10 +49,10 @@ def of_type(kinds: Iterable[Any], kind: str) -> list[Any]:
 
 def package_names() -> dict[str, set[str]]:
     """Return the names of the package's types, by place."""
-    of_chats = [chats.completion_create_params.CompletionCreateParamsStreaming]
+    of_chats: list[Any] = [chats.completion_create_params.CompletionCreateParamsStreaming]
     of_chats += [chats.completion_create_params.CompletionCreateParamsNonStreaming]
-    of_texts = [plain.completion_create_params.CompletionCreateParamsStreaming]
-    of_responses = [responses.response_create_params.ResponseCreateParamsStreaming]
+    of_texts: list[Any] = [plain.completion_create_params.CompletionCreateParamsStreaming]
+    of_responses: list[Any] = [responses.response_create_params.ResponseCreateParamsStreaming]
     of_responses += [responses.response_create_params.ResponseCreateParamsNonStreaming]
     chat, response = get_type_hints(of_chats[0]), get_type_hints(of_responses[0])
     messages, tools = list(leaves(chat["messages"])), list(leaves(chat["tools"]))
