@@ -39,7 +39,7 @@ from jpaged.chat import (
     text_of_parts,
 )
 from jpaged.errors import InvalidArgument
-from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, list_in, object_in, own_fields
+from jpaged.openai.request import OF_CHATS, Job, LenientBody, chat_job, list_in, object_in, own_fields, thinking_kwargs
 from jpaged.openai.response import ResponseMetadata
 from jpaged.openai.response_input import join_turns
 from jpaged.sampling_params import NO_DEFAULTS
@@ -51,6 +51,7 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 """Beginning of a line that Claude Code puts before its system prompt, with a hash that differs in every request."""
 INVALID_JSON = "INVALID_JSON"
 """Key of an input whose arguments are no JSON object, with their text; Anthropic's convention for such inputs."""
+_CLEAR_THINKING = "clear_thinking_20251015"
 _OMITTED = "jpaged."
 """Beginning of the signature of an omitted thought, which contains the thought."""
 _MAX_INPUT_BYTES = 1 << 30
@@ -125,7 +126,6 @@ NAMES: Mapping[str, frozenset[str]] = {
 """Names that are accepted in each place of a body, types of blocks, and fields of the blocks of each type."""
 _IGNORED = frozenset({"cache_control", "citations", "caller", "toolset_name", "parsed_output", "data"})
 WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
-    "body": frozenset({"context_management"}),
     "body.tools[]": _IGNORED | {"defer_loading", "eager_input_streaming", "input_examples"},
     "body.thinking": frozenset({"block_binding"}),
     "body.output_config": frozenset({"task_budget"}),
@@ -143,8 +143,6 @@ _THEIRS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Chat field -> its name in a body of messages."""
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that switch thinking on or off; a template without them ignores both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +253,7 @@ def parse_messages_request(
         "response_format": _response_format(output),
         "user": object_in(body, "metadata").get("user_id"),
         "reasoning": _reasoning(thinking, effort, can_think=can_think),
-        "chat_template_kwargs": _template_kwargs(thinking, body.get("chat_template_kwargs")),
+        "chat_template_kwargs": _template_kwargs(thinking, body),
         **conversation.continuation,
     }
     numbers = tuple(number for number, _ in conversation.tools.shown)
@@ -432,11 +430,14 @@ def _reasoning(thinking: Mapping[str, Any], effort: str | None, *, can_think: bo
     return found or None
 
 
-def _template_kwargs(thinking: Mapping[str, Any], given: Any) -> Any:
-    """Return the variables of the chat template: those of the body, and the switches of thinking."""
-    if not thinking or not isinstance(given, Mapping | None):
-        return given
-    return {**dict.fromkeys(_SWITCHES, thinking["type"] != "disabled"), **(given or {})}
+def _template_kwargs(thinking: Mapping[str, Any], body: Mapping[str, Any]) -> Any:
+    """Return the variables of the chat template: those of the body, and those that switch thinking and keep it."""
+    given, edits = body.get("chat_template_kwargs"), object_in(body, "context_management").get("edits")
+    listed = edits if isinstance(edits, list) else []
+    is_kept = any(_type_in(one) == _CLEAR_THINKING and one.get("keep") == "all" for one in listed)
+    is_on = thinking["type"] != "disabled" if thinking else None
+    found = thinking_kwargs(is_on=is_on, is_kept=is_kept or None)
+    return {**found, **(given or {})} if found and isinstance(given, Mapping | None) else given
 
 
 def _output_config(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jpaged.chat import MAX_CHAT_TEMPLATE_BYTES, ChatOptions
 from jpaged.checkpoints.adapters import AdapterReader
@@ -35,7 +35,15 @@ from jpaged.checkpoints.hub import (
 from jpaged.checkpoints.names import weight_bytes
 from jpaged.checkpoints.pooler import CheckpointPooler, read_pooler
 from jpaged.checkpoints.quantized.quantizer import quantized_here
-from jpaged.checkpoints.weights import PackStored, WeightReader, load_params, random_params, read_head, read_mtp
+from jpaged.checkpoints.weights import (
+    PackStored,
+    WeightReader,
+    load_params,
+    random_params,
+    read_head,
+    read_kv_scales,
+    read_mtp,
+)
 from jpaged.config import EngineConfig, LinearBackend, ModelOptions, compile_cache_dir, platform_default
 from jpaged.config.option import parse_json_object
 from jpaged.config.speculative import NAME as SPECULATIVE
@@ -76,6 +84,10 @@ from jpaged.service.structured_output.compiler import ServedGrammars
 from jpaged.service.tokenizer import HuggingFaceTokenizer, TemplateSettings, load_tokenizer
 from jpaged.service.tokenizer_parts import TokenizerParts
 from jpaged.types import ModelInfo
+
+if TYPE_CHECKING:
+    from jpaged.device.vision import JaxVisionEncoder
+    from jpaged.models.vision.processors import PatchProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +159,11 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         options = options.replace(wait_for_all_programs=not _has_equal_programs(model, options, places[0]))
     answer_format, device = _answer_format(source, options.model), first_device(places[0].mesh)
     adapters = _adapters(options, source, model, places[0], progress)
-    vision = _vision(source, model, options, first_device(places[0].mesh), progress)
+    images = _vision(source, model, options, first_device(places[0].mesh), progress)
     executors = _make_executors(source, model, options, places, progress, leader)
     executor, geometry = executors[0], executors[0].geometry
+    if images is not None and geometry.embed_width:
+        images[1].set_programs(executor.programs)
     runs: list[Executor[Any, Any]] = [*executors]
     if leader is not None:
         leader.agree(_findings(source, executor, options.model.overrides))
@@ -182,11 +196,13 @@ def _build(options: EngineConfig, progress: Progress, leader: Leader | None, *, 
         checkpoint=fingerprint(source.folder, options.model.overrides),
         pooler=source.pooler,
         block_port=_open_block_port(options, places[0]),
-        vision=vision if geometry.embed_width else None,
+        vision=Vision(*images) if images is not None and geometry.embed_width else None,
     )
 
 
-def _vision(source: ModelSource, model: Model, options: EngineConfig, device: Any, progress: Progress) -> Vision | None:
+def _vision(
+    source: ModelSource, model: Model, options: EngineConfig, device: Any, progress: Progress
+) -> tuple[PatchProcessor, JaxVisionEncoder] | None:
     """Return the parts that read images; None if the model has none, or unsupported ones, which is reported."""
     config, given = model.config.vision, options.model
     if config is None or not takes_images(model.config, options):
@@ -206,7 +222,7 @@ def _vision(source: ModelSource, model: Model, options: EngineConfig, device: An
     except (InvalidArgument, Unsupported) as error:
         progress(f"images are refused: {error}", 1, 1)
         return None
-    return Vision(processor, vision.JaxVisionEncoder(config, params, processor.max_patches))
+    return processor, vision.JaxVisionEncoder(config, params, processor.max_patches)
 
 
 def _open_block_port(options: EngineConfig, place: MeshPlacement) -> BlockPort | None:
@@ -630,11 +646,13 @@ def _make_executors(
     params = load(progress)
     copies = [where.put(params) for where in places]
     del params
+    given = options.model.load_format, options.cache.kv_cache_dtype
+    scales = None if given[0] == "dummy" else read_kv_scales(source.folder, model.config, is_fp8=given[1] == "fp8")
     executors: list[JaxExecutor] = []
     for index, where in enumerate(places):
         executor = JaxExecutor.create(
             model,
-            copies.pop(0),  # drop the reference, so that its packed weights can be freed
+            {**copies.pop(0), "kv_scales": scales},  # drop the reference, so that its packed weights can be freed
             options,
             mesh=where.mesh,
             num_pools=len(places) - index,
@@ -678,6 +696,7 @@ def _weight_reader(
         pack_stored=pack_stored,
         check_folder=check,
         packs_on_device=linear_backend != "cpu",
+        has_kv_scales=options.cache.kv_cache_dtype == "fp8",
         placeholder=_random_params(options, where) if given.load_format == "dummy" else None,
     )
 

@@ -294,13 +294,13 @@ MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id", "reasoning_content")
 """Text fields of a message."""
 _SPEECHLESS = ("assistant", "tool")
 """Roles whose content may be null or absent."""
-_NOTES = frozenset(
+MESSAGE_NOTES = frozenset(
     {
         *("annotations", "parsed", "cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
-        *("refusal", "reasoning"),
+        *("refusal", "reasoning", "extra_content"),
     }
 )
-"""Fields of other servers' messages; `refusal` and `reasoning` are used if the field they replace is null."""
+"""Fields of other servers' messages and calls; `refusal` and `reasoning` are used if the field they replace is null."""
 _NAMED = {
     "audio": "messages are text: send the transcript as content",
     "function_call": "send tool_calls",
@@ -314,9 +314,9 @@ IMAGE_PARTS = {
     "image": ("image", "url", "path", "base64"),
 }
 """Types of parts that are images, and the fields that may have it: those of OpenAI, vLLM and transformers."""
-_IMAGE_NOTES = frozenset({"type", "detail", "uuid", "cache_control"})
+IMAGE_NOTES = frozenset({"type", "detail", "uuid", "cache_control", "prompt_cache_breakpoint"})
 """Further fields of an image, which have no effect."""
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _OBJECT, _ARRAY = (dict, Mapping), (list, tuple, Sequence)
 """The usual types first: Python looks up other ones in ten times as long."""
@@ -360,7 +360,7 @@ def read_message(where: str, message: Any, ignore: Callable[[str], None] | None 
         raise InvalidArgument(f"{where}.role", "is missing or empty" if is_absent else "is not a string")
     read: dict[str, Any] = {"role": role, "content": _content(where, role, message)}
     for name, value in message.items():
-        if value is None or name in read or name in _NOTES or name == "tool_calls":
+        if value is None or name in read or name in MESSAGE_NOTES or name == "tool_calls":
             continue
         if name not in MESSAGE_TEXTS:
             if ignore is not None and name not in _NAMED:
@@ -428,7 +428,7 @@ def read_parts(where: str, role: str, content: Sequence[Any], *, start: int = 0)
 
 def _read_image(where: str, kind: str, part: Mapping[str, Any]) -> GivenImage:
     names = IMAGE_PARTS[kind]
-    given = {name: value for name, value in part.items() if value is not None and name not in _IMAGE_NOTES}
+    given = {name: value for name, value in part.items() if value is not None and name not in IMAGE_NOTES}
     for name in given:
         if name not in names:
             raise InvalidArgument(f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {' or '.join(names)} is")
@@ -440,7 +440,7 @@ def _read_image(where: str, kind: str, part: Mapping[str, Any]) -> GivenImage:
         return source
     field = f"{where}.{name}"
     if isinstance(source, _OBJECT):
-        others = source.keys() - _IMAGE_NOTES - {"url"}
+        others = source.keys() - IMAGE_NOTES - {"url"}
         if others:
             raise InvalidArgument(f"{field}.{str(min(others, key=str))[:_MAX_SHOWN]}", "is not supported; url is")
         source = source.get("url")
@@ -528,7 +528,7 @@ def _text_part(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+    text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
         raise InvalidArgument(where, f"{str(part)[:_MAX_SHOWN]} is not a text part; only text is supported")
     return text
@@ -573,7 +573,7 @@ def _check_names(where: str, value: Any, known: set[str]) -> None:
     if not isinstance(value, _OBJECT):
         raise InvalidArgument(where, "is missing" if value is None else "must be an object")
     for name, one in value.items():
-        if name not in known and one is not None:
+        if name not in known and name not in MESSAGE_NOTES and one is not None:
             raise InvalidArgument(
                 f"{where}.{str(name)[:_MAX_SHOWN]}", f"is not supported; {', '.join(sorted(known))} are"
             )

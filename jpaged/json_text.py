@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
 import orjson
+
+from jpaged.errors import InvalidArgument
 
 PIECE_BYTES = 256 << 10
 """Size of a piece of a large text; encoding one holds the GIL for 2 ms."""
@@ -218,3 +220,79 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple | Items):
         return [_finite(part) for part in value]
     return value
+
+
+MAX_DEPTH = 64
+"""Maximum depth of a body."""
+_REPLACED = (
+    "messages.tool_calls.function.arguments",
+    "messages.tool_calls.function.name",
+    "input.arguments",
+    "input.input",
+    "input.name",
+)
+"""Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
+_INPUTS = "messages.content.input."
+"""Beginning of the paths of texts that a model wrote as the input of a tool, which are treated in the same way."""
+_MAX_PATH = 200
+"""Maximum characters of a value's path in errors; names in it are the caller's."""
+
+
+class PlainBody(dict[str, Any]):
+    """A JSON object without anything that `check_values` refuses, as its reader has found."""
+
+
+def load_object(where: str, text: str | bytes) -> dict[str, Any]:
+    """Read the JSON object that a text holds.
+
+    Raises:
+        InvalidArgument: it holds none; names `where`.
+    """
+    if (plain := loads_plain(text, MAX_DEPTH)) is not None:
+        return PlainBody(plain)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}") from error
+    except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
+        raise InvalidArgument(where, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(where, "is not a JSON object")
+    return value
+
+
+def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse what JSON can write and a message cannot carry: deep nesting, huge numbers, halves of characters.
+
+    Args:
+        where: what errors call the whole.
+        prefix: prefix of field names in errors.
+    """
+    if isinstance(value, PlainBody):
+        return
+    for name in value:
+        _check_text(where, name)
+    waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}"[:_MAX_PATH], item, 1) for name, item in value.items()]
+    while waiting:
+        path, item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            if depth == MAX_DEPTH:
+                raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}")
+            inside = item.items() if isinstance(item, dict) else ((path, one) for one in item)
+            for name, one in inside:
+                if isinstance(item, dict):
+                    _check_text(path, name)
+                inner = f"{path}.{name}"[:_MAX_PATH] if isinstance(item, dict) else path
+                waiting.append((inner, one, depth + 1))
+        elif isinstance(item, str):
+            if not path.endswith(_REPLACED) and not path.startswith(_INPUTS):
+                _check_text(path, item)
+        elif isinstance(item, int | float) and not abs(item) < 2**64:
+            raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a surrogate pair, at {error.start}") from error

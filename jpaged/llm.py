@@ -32,7 +32,6 @@ from jpaged.engine.executor import Progress
 from jpaged.errors import AlreadyExists, InvalidArgument, JpagedError, Unavailable, Unsupported
 from jpaged.local_model import (
     ONLINE_DEFAULTS,
-    Admission,
     AsynchronousModel,
     EmbedsPrompt,
     EngineArgs,
@@ -44,7 +43,6 @@ from jpaged.local_model import (
     GivenRequest,
     Messages,
     PreparedRequest,
-    SubmittedCall,
     SynchronousModel,
     TextPrompt,
     TokensPrompt,
@@ -53,7 +51,6 @@ from jpaged.local_model import (
     list_prompts,
     one_each,
     parse_prompt,
-    require_known_options,
 )
 from jpaged.outputs import (
     AsyncOutputStream,
@@ -81,8 +78,10 @@ from jpaged.sampling_params import (
     get_pooling,
     get_sampling_changes,
     python_names,
+    refuse_processor_options,
     with_python_name,
 )
+from jpaged.service.loaded_model import Admission, SubmittedCall
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     SCORE_SAMPLING,
@@ -96,6 +95,7 @@ from jpaged.service.score_embed import (
     get_pooling_output,
     get_score,
     require_classifier,
+    require_known_options,
 )
 from jpaged.types import (
     Embedding,
@@ -137,12 +137,14 @@ class ChatCallKwargs(ChatKwargs, total=False):
         adapter: as in `LLM.generate`.
         chat_template_content_format: "auto" or the model's option.
         tokenization_kwargs: as in `LLM.generate`.
+        mm_processor_kwargs: as in `LLM.generate`.
         conversations: former name of `messages`.
     """
 
     adapter: GivenAdapter
     chat_template_content_format: str
     tokenization_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
     conversations: Messages | Sequence[Messages]
 
 
@@ -171,6 +173,7 @@ class LLM(SynchronousModel):
         lora_request: GivenLora = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         *,
         adapter: GivenAdapter = None,
     ) -> list[RequestOutput]:
@@ -188,12 +191,14 @@ class LLM(SynchronousModel):
             lora_request: LoRA adapter for all prompts, or one for each, loaded on first use; None for the base model.
             priority: priority for all prompts, or one for each, under the policy `priority`; lower runs first.
             tokenization_kwargs: `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens`.
+            mm_processor_kwargs: None, or an empty dictionary.
             adapter: name of a loaded LoRA adapter instead of a `lora_request`; one for all, or one for each.
 
         Raises:
             InvalidArgument: a prompt or its parameters are invalid; nothing was generated.
             NotFound: there is no such adapter; nothing was generated.
         """
+        refuse_processor_options(mm_processor_kwargs)
         many = [parse_prompt(one) for one in list_prompts(prompts)[0]]
         params = self._params([one.prompt for one in many], sampling_params)
         params = apply_changes(params, tokenization_kwargs, [one.cache_salt for one in many], priority)
@@ -244,6 +249,7 @@ class LLM(SynchronousModel):
         return [TokensPrompt(prompt_token_ids=list(token_ids)) for token_ids in found]
 
     def _parse_chats(self, messages: Any, words: dict[str, Any]) -> list[Prompt]:
+        refuse_processor_options(words.pop("mm_processor_kwargs", None))
         conversations = words.pop("conversations", None)
         content_format = words.pop("chat_template_content_format", "auto")
         if conversations is not None:
@@ -398,7 +404,7 @@ class LLM(SynchronousModel):
             given = continued(self._serving.input_processor, parse_prompt(prompt).prompt, each)
             for i in range(len(given)):
                 with errors_named(f"continuations[{i}]"):
-                    requests.append(self._request(SCORE_SAMPLING, given.prompt(i), adapter))
+                    requests.append(self._start_request(SCORE_SAMPLING, given.prompt(i), adapter)())
         outputs = iter(without_errors(self._run(requests, use_tqdm)))
         return [[get_score(next(outputs)) for _ in each] for each in of_each]
 
@@ -510,11 +516,12 @@ class LLM(SynchronousModel):
         """Raise Unsupported: reward models are not supported."""
         raise Unsupported("reward: models with a reward head are not supported; embed() returns hidden states")
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> int:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> int:
         """Drop all cached prefixes that are not in use; return the number of dropped blocks.
 
         Args:
             reset_running_requests: has no effect: running requests keep their blocks, and no result depends on them.
+            reset_connector: has no effect: a KV connector keeps its blocks.
         """
         self._check_usable()
         forgotten = self._serving.engine.reset_prefix_cache()
@@ -528,10 +535,11 @@ class LLM(SynchronousModel):
     ) -> list[PreparedRequest]:
         names = one_each("adapter", adapter, (str, NoneType), len(params))
         loras = one_each("lora_request", lora_request, (LoRARequest, NoneType), len(params))
-        return [
-            self._request(one.sampling, one.prompt, lora or name)
+        started = [
+            self._start_request(one.sampling, one.prompt, lora or name)
             for one, lora, name in zip(params, loras, names, strict=True)
         ]
+        return [finish() for finish in started]  # images of all prompts are encoded together
 
     def _run(self, asked: list[PreparedRequest], use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         requests = [one.request for one in asked]
@@ -600,15 +608,9 @@ class AsyncLLM(AsynchronousModel):
         self._deliveries: dict[asyncio.AbstractEventLoop, EventDelivery] = {}  # of loops that have open streams
         self._running: dict[str, tuple[SubmittedCall, AsyncOutputStream]] = {}
 
-    @property
-    def errored(self) -> bool:
-        """True if the engine has failed."""
-        return self._serving.engine.failure is not None
-
-    @property
-    def is_running(self) -> bool:
-        """True until the engine fails or the object is closed."""
-        return not (self._is_closed or self.errored)
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of waiting and running requests."""
+        return len(self._running)
 
     async def generate(
         self,
@@ -619,6 +621,8 @@ class AsyncLLM(AsynchronousModel):
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt while it runs; `sampling_params.output_kind` selects their content.
 
@@ -631,6 +635,8 @@ class AsyncLLM(AsynchronousModel):
             lora_request: LoRA adapter, loaded on first use; None for the base model.
             priority: priority under the policy `priority`; lower runs first.
             tokenization_kwargs: as in `LLM.generate`.
+            trace_headers: has no effect: only servers export traces.
+            data_parallel_rank: has no effect: the engine chooses the replica.
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid.
@@ -651,30 +657,32 @@ class AsyncLLM(AsynchronousModel):
         prompt: GivenPrompt,
         pooling_params: PoolingParams | None,
         request_id: str,
-        *,
         lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Yield the vector of one prompt, or one for each token, as `LLM.encode`; arguments are those of `generate`.
 
         Raises:
             Unavailable: also if the request was aborted.
         """
-        parsed, params = parse_prompt(prompt), check_pooling(pooling_params or PoolingParams())
+        parsed, params = parse_prompt(prompt), get_pooling(pooling_params, None, tokenization_kwargs)
+        given = change_prompt(parsed.prompt, tokenization_kwargs)
         changes = get_sampling_changes(None, parsed.cache_salt, priority)
         kept = params.truncate_prompt_tokens
         kind = RequestOutputKind.FINAL_ONLY
         sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
         options, pooler = VectorOptions.of_encode(params, params.task), self._serving.pooler
         options.check(pooler, self._serving.hidden_size)
-        pooled = options.prompted(pooler, parsed.prompt)
+        pooled = options.prompted(pooler, given)
         async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
             async for output in stream:
                 if output.embedding is None:
                     raise Unavailable(f"request {request_id!r} was aborted")
                 yield get_pooling_output(output, options, pooler)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (found := self._running.get(one)) is not None:
@@ -715,7 +723,7 @@ class AsyncLLM(AsynchronousModel):
         """Return True between `pause_generation` and `resume_generation`."""
         return self._admission.is_paused or self._serving.engine.is_paused
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; return True."""
         self._check_usable()
         await asyncio.wrap_future(self._serving.engine.reset_prefix_cache())
@@ -731,7 +739,7 @@ class AsyncLLM(AsynchronousModel):
         super().close()
         self._admission.resume()  # paused requests fail
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine, as `close`."""
         self.close()
 
@@ -740,7 +748,10 @@ class AsyncLLM(AsynchronousModel):
     ) -> AsyncGenerator[RequestOutput, None]:
         _require_id(request_id)
         is_whole = sampling.output_kind is RequestOutputKind.FINAL_ONLY
-        prepare = functools.partial(self._request, sampling, prompt, lora_request, request_id, is_whole=is_whole)
+
+        def prepare() -> PreparedRequest:
+            return self._start_request(sampling, prompt, lora_request, request_id, is_whole=is_whole)()
+
         is_quick = prompt.size <= _QUICK_SIZE and sampling.structured_outputs is None and lora_request is None
         is_quick = is_quick and not prompt.images
         prepared = prepare() if is_quick else await asyncio.to_thread(prepare)
@@ -805,6 +816,7 @@ class LLMEngine(SynchronousModel):
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> str:
         """Queue a request for the next steps; return its id. Arguments and errors are those of `AsyncLLM.generate`."""
         _require_id(request_id)
@@ -816,7 +828,7 @@ class LLMEngine(SynchronousModel):
         sampling = change_sampling(given.sampling, changes)
         kind = sampling.output_kind
         is_whole = kind is RequestOutputKind.FINAL_ONLY
-        request, *_ = self._request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)
+        request, *_ = self._start_request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)()
         self._streams[request_id] = RequestOutputStream(request, self._decode_token, kind, lora_request)
         self._waiting[request_id] = request
         return request_id
@@ -861,7 +873,7 @@ class LLMEngine(SynchronousModel):
         """Return the number of queued and running requests."""
         return len(self._streams)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached prefixes that are not in use, as `LLM.reset_prefix_cache`; run one iteration, return True."""
         self._check_usable()
         dropped = self._serving.engine.reset_prefix_cache()

@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import replace
+from dataclasses import Field, fields, make_dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import NoneType
@@ -24,12 +24,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, NotRequired, Self, Typed
 
 from jpaged.build import build, ignore_progress, read_hf_fields
 from jpaged.chat import build_chat_options, parse_images
-from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, server_field_names, vllm_environment
+from jpaged.config import PROCESS_OPTIONS, ConfigView, EngineConfig, ModelOptions, server_field_names, vllm_environment
 from jpaged.engine.core import PauseMode
 from jpaged.engine.engine import THREAD_NAME as ENGINE_THREAD
 from jpaged.engine.executor import Progress
-from jpaged.engine.sequence import OutputCallback
-from jpaged.errors import InvalidArgument, JpagedError, Unavailable, Unsupported
+from jpaged.errors import InvalidArgument, NotFound, Unavailable, Unsupported
 from jpaged.outputs import CounterMetric, GaugeMetric, HistogramMetric, VectorMetric
 from jpaged.sampling_params import (
     PROMPT_TOKENIZATION,
@@ -38,11 +37,12 @@ from jpaged.sampling_params import (
     check_tokenization,
     get_sampling_changes,
     python_names,
+    refuse_processor_options,
     with_defaults,
 )
 from jpaged.server_load import EngineLoad
 from jpaged.service.chat.output_parser import ChatOutputParser
-from jpaged.service.loaded_model import EngineClient, LoadedModel
+from jpaged.service.loaded_model import LoadedModel
 from jpaged.service.score_embed import (
     EMBED_SAMPLING,
     VectorOptions,
@@ -54,14 +54,11 @@ from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.service.tokenizer_parts import keep_quiet_about_torch
 from jpaged.types import (
     EmbedsInput,
-    FinishReason,
     LoadedAdapter,
     LoRARequest,
-    OutputEvent,
     Prompt,
     Request,
     SamplingParams,
-    SequenceFinish,
     to_host_array,
 )
 
@@ -81,9 +78,10 @@ class EmbedsPrompt(EmbedsInput):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+    """A prompt as token ids; its text has no effect."""
 
     prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
@@ -112,7 +110,6 @@ Messages = Sequence[Mapping[str, Any]]
 GivenAdapter = str | Sequence[str | None] | None
 GivenLora = LoRARequest | Sequence[LoRARequest | None] | None
 _TASKS = ("generate", "embed", "token_embed")
-_NOT_PROMPTS = ("mm_processor_kwargs", "encoder_prompt")
 _LOG = logging.getLogger(__name__)
 
 
@@ -144,12 +141,28 @@ class GivenRequest(NamedTuple):
 class EngineArgs:
     """Arguments of a model's engine: keywords of `LLM`, also from a command line.
 
-    Attributes:
-        options: keyword -> value.
+    Arguments are attributes, which may be assigned; those that are not set are None. `dataclasses.asdict` returns those
+    that are set.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        self.options: Mapping[str, Any] = {"model": model, **options}
+        vars(self).update(options, model=model)
+
+    def __getattr__(self, name: str) -> Any:
+        from jpaged.cli.vllm_flags import is_engine_argument
+
+        if name.startswith("_") or not is_engine_argument(name):
+            raise AttributeError(f"EngineArgs has no argument {name}")
+        return None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Keyword -> value."""
+        return dict(vars(self))
+
+    @property
+    def __dataclass_fields__(self) -> dict[str, Field[Any]]:  # for dataclasses.asdict and replace
+        return {one.name: one for one in fields(make_dataclass("EngineArgs", vars(self)))}
 
     @staticmethod
     def add_cli_args(parser: _ParserT) -> _ParserT:
@@ -166,97 +179,6 @@ class EngineArgs:
 
         given = vars(args).items()
         return cls(**{name: value for name, value in given if value is not None and is_engine_argument(name)})
-
-
-class SubmittedCall:
-    """The requests of one call.
-
-    Attributes:
-        waiting: requests that are not submitted yet.
-        running: ids of the requests in the engine.
-        put: receives the events of the requests, on the engine thread.
-    """
-
-    __slots__ = ("put", "running", "waiting")
-
-    def __init__(self, requests: Sequence[Request], put: OutputCallback) -> None:
-        self.waiting = deque(requests)
-        self.running: set[str] = set()
-        self.put = put
-
-
-class Admission:
-    """Submits the requests of concurrent calls as the engine has capacity, one of each call in turn.
-
-    Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
-    """
-
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._calls: deque[SubmittedCall] = deque()
-        self.is_paused = False
-
-    def pause(self) -> None:
-        """Submit no further request until `resume`."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """Submit the requests that wait, and later ones."""
-        self.is_paused = False
-        self._wake()
-
-    def add(self, call: SubmittedCall) -> None:
-        """Queue a call; each request ends in exactly one event with `is_last`."""
-        with self._lock:
-            self._calls.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._engine.call_soon(self._fill).cancelled():
-            self._fill()  # the engine has ended, so every request is refused individually
-
-    def remove(self, call: SubmittedCall) -> None:
-        """Abort the requests of an abandoned call; their slots are free by the next step."""
-        with self._lock:
-            call.waiting.clear()
-            running = list(call.running)
-        for request_id in running:
-            self._engine.abort(request_id)
-
-    def withdraw(self, call: SubmittedCall) -> None:
-        """End the requests of a call that are not submitted yet, as aborted."""
-        with self._lock:
-            waiting = list(call.waiting)
-            call.waiting.clear()
-        for request in waiting:
-            finish = SequenceFinish(FinishReason.ABORT)
-            call.put(OutputEvent(request.request_id, finish=finish, is_last=True))
-
-    def _fill(self) -> None:
-        with self._lock:
-            while self._calls and not self._engine.is_full and not self.is_paused:
-                call = self._calls.popleft()
-                if call.waiting:
-                    self._submit(call, call.waiting.popleft())
-                if call.waiting:
-                    self._calls.append(call)
-
-    def _submit(self, call: SubmittedCall, request: Request) -> None:
-        def take(event: OutputEvent) -> None:
-            call.put(event)
-            if event.is_last:
-                with self._lock:
-                    call.running.discard(event.request_id)
-                if self._calls:
-                    self._fill()
-
-        call.running.add(request.request_id)
-        try:
-            self._engine.submit(request, take)
-        except JpagedError as error:
-            call.running.discard(request.request_id)
-            call.put(OutputEvent(request.request_id, is_last=True, error=error))
 
 
 def _stop(serving: LoadedModel, process_id: int) -> None:
@@ -356,7 +278,7 @@ class LocalModel:
         return ConfigView(
             "model_config",
             advice,
-            {"hf_config": lambda: ConfigView("hf_config", advice, **read_hf_fields(options))},
+            {name: partial(_read_hf_config, name, options, advice) for name in ("hf_config", "hf_text_config")},
             model=options.model,
             served_model_name=model.name,
             tokenizer=options.tokenizer or options.model,
@@ -444,7 +366,8 @@ class LocalModel:
         else:
             from tokenizers import Tokenizer
 
-            loaded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(written))
+            special: dict[str, Any] = dict(tokenizer.named_special_tokens)
+            loaded = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(written), **special)
         if loaded.chat_template is None:
             loaded.chat_template = tokenizer.chat_template
         return loaded
@@ -514,7 +437,7 @@ class LocalModel:
             given = SamplingParams(**defaults)
         return [GivenRequest(prompt, given) for prompt in prompts]
 
-    def _request(
+    def _start_request(
         self,
         sampling: SamplingParams,
         prompt: Prompt,
@@ -522,7 +445,8 @@ class LocalModel:
         request_id: str | None = None,
         *,
         is_whole: bool = True,
-    ) -> PreparedRequest:
+    ) -> Callable[[], PreparedRequest]:
+        """Check a request and start to encode its images; return a function that waits for them."""
         self._check_usable()
         processor, grammars, images = self._serving.input_processor, self._serving.grammars, self._serving.images
         lora_request = adapter if isinstance(adapter, LoRARequest) else None
@@ -535,13 +459,23 @@ class LocalModel:
                 is_whole=is_whole,
                 adapter=self._find_adapter(adapter),
             )
-            request = make(prompt=prompt) if images is None or not given else images.complete_now(given, prompt, make)
+            prepared: Callable[[], Request] = (
+                images.start_now(given, prompt, make)
+                if images is not None and given
+                else partial(replace, make(prompt=prompt))
+            )
+
+        @python_names()
+        def finish() -> PreparedRequest:
+            request = prepared()
             if prompt.messages is not None:  # as rendered by the chat template
                 text = processor.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
                 request = replace(request, prompt=text)
             with processor.naming_errors(prompt, sampling, request):
                 request = request if grammars is None else grammars.bind_now(request)
             return PreparedRequest(request, processor.answers(prompt, sampling, request), lora_request)
+
+        return finish
 
     def _pooling_requests(
         self,
@@ -566,7 +500,9 @@ class LocalModel:
                 parsed = parsed._replace(prompt=change_prompt(parsed.prompt, tokenization_kwargs))
                 salted = sampling if parsed.cache_salt is None else replace(sampling, cache_salt=parsed.cache_salt)
                 requests.append(
-                    self._request(salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter)
+                    self._start_request(
+                        salted, options.prompted(self._serving.pooler, parsed.prompt), lora or adapter
+                    )()
                 )
         return requests
 
@@ -595,7 +531,7 @@ class LocalModel:
                 if chat_template is not None:
                     joined = self._render_pair(first, second, chat_template)
                 prompt = classifiable(self._serving.input_processor, joined, pooler, given.truncate_prompt_tokens)
-                requests.append(self._request(EMBED_SAMPLING, prompt, lora_request or adapter))
+                requests.append(self._start_request(EMBED_SAMPLING, prompt, lora_request or adapter)())
         return requests
 
     def _render_pair(self, first: str, second: str, chat_template: str) -> Prompt:
@@ -622,6 +558,9 @@ class LocalModel:
         with self._lora_lock:
             loaded = {one.name: one for one in adapters.loaded()}
             mine, found = self._loras.get(given.name), loaded.get(given.name)
+            if found is not None and given.load_inplace and given.path:
+                self._loras[given.name] = given
+                return adapters.load(given.name, given.path, replaces=True)
             if found is not None and given.path in ("", found.path) and (mine is None or mine == given):
                 if mine is not None:
                     self._loras.move_to_end(given.name)
@@ -645,6 +584,23 @@ class LocalModel:
             except BaseException:
                 del self._loras[given.name]
                 raise
+
+    def _remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter that a LoRARequest of this number loaded; return False if there is none."""
+        self._check_usable()
+        with self._lora_lock:
+            names = [name for name, one in self._loras.items() if one.lora_int_id == lora_id]
+            for name in names:
+                del self._loras[name]
+                with contextlib.suppress(NotFound):  # unloaded by `unload_adapter`
+                    self._serving.adapters.unload(name)
+            return bool(names)
+
+    def _list_loras(self) -> set[int]:
+        """Return the numbers of the adapters that LoRARequests loaded."""
+        with self._lora_lock:
+            names = {one.name for one in self._serving.adapters.loaded()}
+            return {one.lora_int_id for name, one in self._loras.items() if name in names}
 
     def _decode_token(self, token_id: int) -> str:
         return self._serving.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -720,6 +676,19 @@ class SynchronousModel(LocalModel):
         """Return True between `sleep` and `wake_up`."""
         return self._serving.engine.is_paused
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before its first request; return True. Errors are those of `LLM.generate`."""
+        self._check_usable()
+        return self._find_adapter(lora_request) is not None
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter that a LoRARequest with this `lora_int_id` loaded; return False if there is none."""
+        return self._remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the `lora_int_id` of every adapter that a LoRARequest loaded."""
+        return self._list_loras()
+
     def _await(self, future: Future[_ResultT]) -> _ResultT:
         """Return the result of a command of the engine, whose steps the caller of an `LLMEngine` runs."""
         while not self._has_thread and not future.done():
@@ -729,6 +698,47 @@ class SynchronousModel(LocalModel):
 
 class AsynchronousModel(LocalModel):
     """Base of `AsyncLLM`, whose calls are coroutines."""
+
+    @property
+    def errored(self) -> bool:
+        """True if the engine has failed."""
+        return self._serving.engine.failure is not None
+
+    @property
+    def is_running(self) -> bool:
+        """True until the engine fails or the object is closed."""
+        return not (self._is_closed or self.errored)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after the engine has failed, or the object was closed."""
+        return not self.is_running
+
+    @property
+    def dead_error(self) -> BaseException:
+        """The error with which calls fail after the engine has failed."""
+        return self._serving.engine.failure or Unavailable("the LLM is closed")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return the tasks of the model, as `supported_tasks`."""
+        return self.supported_tasks
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return False: only servers export traces."""
+        return False
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before its first request, as `LLM.add_lora`."""
+        self._check_usable()
+        return await asyncio.to_thread(self._find_adapter, lora_request) is not None
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter, as `LLM.remove_lora`."""
+        return self._remove_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the numbers of loaded adapters, as `LLM.list_loras`."""
+        return self._list_loras()
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Release device memory until `wake_up`, as `LLM.sleep`."""
@@ -751,6 +761,12 @@ class AsynchronousModel(LocalModel):
     async def is_sleeping(self) -> bool:
         """Return True between `sleep` and `wake_up`, and during a pause that keeps requests."""
         return self._serving.engine.is_paused
+
+
+def _read_hf_config(name: str, options: ModelOptions, advice: str) -> ConfigView:
+    fields = read_hf_fields(options)
+    text = fields.get("text_config") if name == "hf_text_config" else None
+    return ConfigView(name, advice, **(text if isinstance(text, Mapping) else fields))
 
 
 def _nothing() -> None:
@@ -789,9 +805,11 @@ def parse_prompt(prompt: GivenPrompt) -> ParsedPrompt:
             raise InvalidArgument("prompts", f"{str(prompt)[:80]} of type {type(prompt).__name__} is no prompt")
         return ParsedPrompt(Prompt(token_ids=token_ids))
     fields: dict[str, Any] = {name: value for name, value in prompt.items() if value is not None}
-    for name in _NOT_PROMPTS:
-        if name in fields:
-            raise Unsupported(f"prompts: {name} is not supported: prompts are text, token ids or prompt_embeds")
+    if "encoder_prompt" in fields:
+        raise Unsupported("prompts: encoder_prompt is not supported: prompts are text, token ids or prompt_embeds")
+    refuse_processor_options(fields.pop("mm_processor_kwargs", None), "prompts: mm_processor_kwargs")
+    if "prompt_token_ids" in fields:
+        fields.pop("prompt", None)  # their text, as in vLLM
     images, _ = parse_images(fields.pop("multi_modal_data", None)), fields.pop("multi_modal_uuids", None)
     salt, forms = fields.pop("cache_salt", None), ("prompt", "prompt_token_ids", "prompt_embeds")
     if fields.keys() - set(forms) or len(fields) != 1:
@@ -860,12 +878,6 @@ def _get_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for note in (*notes, *describe_variables(vllm_environment())):
         _LOG.info("%s", note)
     return options
-
-
-def require_known_options(method: str, options: Mapping[str, Any], known: type) -> None:
-    """Raise TypeError if a method has no such option, as Python does for its arguments."""
-    for name in options.keys() - known.__annotations__.keys():
-        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
 
 
 def one_each(field: str, given: Any, kinds: tuple[type, ...], count: int) -> list[Any]:

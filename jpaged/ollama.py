@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jpaged import json_text
-from jpaged.chat import MAX_TOOL_CALLS, ToolCall, ToolCallPiece, json_object
+from jpaged.chat import MAX_TOOL_CALLS, GivenImage, ToolCall, ToolCallPiece, json_object
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
 from jpaged.openai.embeddings import EmbedJob, embed_job
@@ -91,13 +91,11 @@ _TEXT_ROWS: Mapping[str, Neutral] = {
     "shift": hint(bool),
     "_debug_render_only": only(False, advice="use /tokenize and /detokenize"),
 }
-_NO_IMAGES = "send images to /v1/chat/completions"
 ROWS: Mapping[str, Mapping[str, Neutral]] = {
-    CHAT_URL: {**EVERYWHERE, **_TEXT_ROWS, "images": only([], advice=_NO_IMAGES)},
+    CHAT_URL: {**EVERYWHERE, **_TEXT_ROWS, "images": only([], advice="send them in messages")},
     GENERATE_URL: {
         **EVERYWHERE,
         **_TEXT_ROWS,
-        "images": only([], advice=_NO_IMAGES),
         "context": only([], advice="send the conversation to /api/chat"),
         "truncate": hint(bool),
         "template": only("", advice="the server has the model's chat template; use raw for another prompt"),
@@ -119,7 +117,7 @@ _OF_TEXTS = {
     *(f"options.{name}" for name in _SAMPLING),
 }
 OF_CHATS = {*_OF_TEXTS, "messages", "tools", "truncate"}
-OF_PROMPTS = {*_OF_TEXTS, "prompt", "system", "raw"}
+OF_PROMPTS = {*_OF_TEXTS, "prompt", "system", "raw", "images"}
 OF_EMBEDDINGS = {"model", "input", "truncate", "dimensions"}
 _THEIRS = {
     **{ours: f"options.{theirs}" for theirs, ours in _SAMPLING.items()},
@@ -213,6 +211,9 @@ def parse_generate_request(
     prompt, system = name_in(body, "prompt") or "", name_in(body, "system") or ""
     fields = _chat_fields(body, served, can_think=can_think)
     is_raw = flag_in(body, "raw") or not has_template
+    images = body.get("images")
+    if is_raw and images:
+        raise InvalidArgument("images", "need a chat template: send them to /api/chat, or prompts that are not raw")
     if is_raw and system:
         raise InvalidArgument("system", "needs a chat template: write it into the prompt")
     if is_raw and body.get("think"):
@@ -227,10 +228,11 @@ def parse_generate_request(
         job = replace(job, names={**job.names, "logprobs": "top_logprobs"})
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        content = _with_images("", prompt, images) if images else prompt
+        messages.append({"role": "user", "content": content})
         job = _read(body, chat_job, fields | {"messages": messages}, defaults)
         job = replace(job, names={**job.names, "prompt": "prompt"})
-    return OllamaRequest(job, str(body["model"]), is_chat=False, loads=not prompt)
+    return OllamaRequest(job, str(body["model"]), is_chat=False, loads=not prompt and not images)
 
 
 def _own_fields(path: str, given: Mapping[str, Any], own: set[str]) -> dict[str, Any]:
@@ -317,6 +319,21 @@ def _thinking(think: Any, *, can_think: bool) -> dict[str, Any]:
     return {"reasoning": reasoning, "chat_template_kwargs": dict.fromkeys(_SWITCHES, bool(think))}
 
 
+def _with_images(where: str, text: Any, images: Any) -> Any:
+    """Return the content of a message with images, which stand before its text as in Ollama."""
+    if not isinstance(images, list):
+        raise InvalidArgument(f"{where}images", f"{shown(images)} is not a list")
+    if not isinstance(text, str):
+        return text  # the error is that of chats
+    parts: list[dict[str, Any]] = []
+    for number, image in enumerate(images):
+        field = f"{where}images[{number}]"
+        if not isinstance(image, str):
+            raise InvalidArgument(field, f"{shown(image)} is not an image in base64")
+        parts.append({"type": "image", "image": GivenImage(field, f"data:;base64,{image}")})
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _messages(given: Sequence[Any]) -> list[Any]:
     """Return messages in OpenAI's format: calls get ids, and results the id of their call."""
     messages: list[Any] = []
@@ -326,9 +343,9 @@ def _messages(given: Sequence[Any]) -> list[Any]:
             messages.append(one)  # the error is that of chats
             continue
         message = {name: value for name, value in one.items() if value is not None}
-        if message.pop("images", None):
-            raise InvalidArgument(f"messages[{i}].images", f"is not supported: {_NO_IMAGES}")
         message.setdefault("content", "")
+        if images := message.pop("images", None):
+            message["content"] = _with_images(f"messages[{i}].", message["content"], images)
         for name in ("thinking", "tool_name"):
             if not isinstance(message.get(name, ""), str):
                 raise InvalidArgument(f"messages[{i}].{name}", f"{shown(message[name])} is not a string")

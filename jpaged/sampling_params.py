@@ -409,7 +409,14 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Return the parameters with these values; None is the default of a field."""
+        """Return the parameters with these values; None is the default of a field.
+
+        Keys of `logit_bias` may be texts, as in JSON.
+        """
+        bias = values.get("logit_bias")
+        if isinstance(bias, Mapping):
+            numbers = {int(one) if isinstance(one, str) and one.isdecimal() else one: bias[one] for one in bias}
+            values["logit_bias"] = numbers
         return cls(**values)
 
     def clone(self) -> SamplingParams:
@@ -660,6 +667,10 @@ class BeamSearchParams:
         temperature: without an effect, as in vLLM: beams are ranked by the model's own log-probabilities.
         length_penalty: a score is the cumulative log-probability / length ** length_penalty.
         include_stop_str_in_output: keep the end-of-sequence token's text in the output.
+        structured_outputs: as in SamplingParams.
+        skip_special_tokens: as in SamplingParams.
+        watermarking: None or False.
+        allowed_token_ids: as in SamplingParams.
     """
 
     beam_width: int
@@ -668,6 +679,10 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def to_sampling(self) -> SamplingParams:
         """Return the sampling parameters of a request with this search.
@@ -684,6 +699,10 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             length_penalty=self.length_penalty,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            skip_special_tokens=self.skip_special_tokens,
+            watermarking=self.watermarking,
+            allowed_token_ids=self.allowed_token_ids,
         )
 
 
@@ -732,6 +751,10 @@ class PoolingParams:
                 "pooling_params.dimensions", f"{self.dimensions!r} is out of range: must be an integer >= 1"
             )
 
+    def clone(self) -> PoolingParams:
+        """Return a copy, after checking every field."""
+        return replace(self)
+
     def is_normalized(self, default: bool) -> bool:
         """Return True if vectors have length 1; `default` applies if neither field is set."""
         given = self.normalize if self.use_activation is None else self.use_activation
@@ -774,6 +797,12 @@ def get_pooling(
     if len(asked) > 1:
         raise InvalidArgument("truncate_prompt_tokens", f"is given as {' and '.join(map(str, asked))}: give only one")
     return replace(params, truncate_prompt_tokens=asked.pop()) if asked else params
+
+
+def refuse_processor_options(given: Any, field: str = "mm_processor_kwargs") -> None:
+    """Raise Unsupported if options of an image processor are given."""
+    if given:
+        raise Unsupported(f"{field}: is not supported: images are prepared by the settings of the checkpoint")
 
 
 def check_tokenization(tokenization_kwargs: object) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -80,3 +81,16 @@ def load_at_rest(client: Client) -> Load:
             return load
         assert time.monotonic() < until_s, load
         time.sleep(0.01)
+
+
+def run_with_ray(folder: Path, script: str, timeout_s: float) -> list[str]:
+    """Run a script in the environment that has Ray; return the lines that it prints."""
+    python = Path(sys.prefix) / "ray" / "bin" / "python"
+    assert python.exists(), "make test-long installs Ray there"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [python, script], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()

@@ -619,6 +619,14 @@ def test_a_data_port_is_no_store_and_needs_a_role() -> None:
     loaded.roles.check(loaded.cache)
     assert loaded.cache.data_port == DataPortOptions("127.0.0.1:0", None, 10**9, 2.0)
     assert (loaded.cache.kv_transfer, loaded.cache.store_option) == (None, None)
+    extra = {"address": "127.0.0.1:0", "allowed_peers": ["10.0.0.7"]}
+    config = json.dumps({"kv_connector": "jax", "kv_connector_extra_config": extra})
+    found = EngineConfig.load({"kv_transfer_config": config, "role": "prefill"}).cache.data_port
+    assert found is not None and found.allowed_peers == ("10.0.0.7",)
+    for peer, problem in (("host", "is not a numeric address"), ("::1", "one is IPv4, the other IPv6")):
+        wrong = config.replace("10.0.0.7", peer)
+        with pytest.raises(InvalidArgument, match=problem):
+            EngineConfig.load({"kv_transfer_config": wrong, "role": "prefill"})
     alone = EngineConfig.load({"kv_transfer_config": data_port()})
     with pytest.raises(InvalidArgument, match="requires the role prefill or decode"):
         alone.roles.check(alone.cache)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jpaged import json_text
 from jpaged.errors import InvalidArgument
-from jpaged.json_text import PIECE_BYTES, Items
-from jpaged.openai.request import check_values, loaded
+from jpaged.json_text import PIECE_BYTES, Items, check_values, load_object
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -183,7 +182,7 @@ HARD = [
 def test_bodies_are_accepted_and_refused_as_if_python_had_read_them(text, monkeypatch):
     def read():
         try:
-            value = loaded("body", text)
+            value = load_object("body", text)
             check_values("body", value)
         except InvalidArgument as error:
             return str(error)

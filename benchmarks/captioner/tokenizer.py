@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from benchmarks.captioner.pictures import CAPTION, COLOR, COUNT, NO_PICTURE, SHAPE, SHAPES, SYSTEM, Dialog, dialog
-from jpaged import json_text
+from benchmarks.demo_model.tokenizer import learn_merges, write_tokenizer
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 IMAGE, BREAK, END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
@@ -40,23 +40,14 @@ CHAT_TEMPLATE = (
 
 def train_tokenizer() -> Tokenizer:
     """Learn the merges: every word of the dialogs becomes one token; other text is bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     questions = (
         question.format(noun)
         for question in (*CAPTION, *COLOR, *COUNT, *SHAPE)
         for noun in (*SHAPES, *(f"{shape}s" for shape in SHAPES), "shapes")
     )
     answers = (answer for number in range(600) for _, answer in dialog(0, number).turns)
-    tokenizer.train_from_iterator(itertools.chain(questions, answers, SYSTEM * 9, [NO_PICTURE] * 9), trainer)
-    return tokenizer
+    texts = itertools.chain(questions, answers, SYSTEM * 9, [NO_PICTURE] * 9)
+    return learn_merges(texts, VOCAB_SIZE, SPECIAL_TOKENS)
 
 
 def encode_dialog(tokenizer: Tokenizer, given: Dialog, image_tokens: Sequence[int]) -> tuple[list[int], list[bool]]:
@@ -91,18 +82,7 @@ def _spans(given: Dialog) -> Iterator[tuple[str, bool]]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, as transformers' AutoTokenizer reads them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": MAX_LEN,
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in (BOS, EOS, PAD)],
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json_text.dumps(config, indent=2) + "\n", encoding="utf-8")
+    """Write the captioner's tokenizer."""
+    others = [token for token in SPECIAL_TOKENS if token not in (BOS, EOS, PAD)]
+    special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "additional_special_tokens": others}
+    write_tokenizer(tokenizer, folder, MAX_LEN, special, CHAT_TEMPLATE)

@@ -47,6 +47,7 @@ from benchmarks.captioner.tokenizer import (
 from benchmarks.demo_model.attention import attend
 from benchmarks.demo_model.muon import scale_by_muon
 from benchmarks.demo_model.saving import leaf_tensors
+from benchmarks.demo_model.train import read_options
 from jpaged import json_text
 from jpaged.checkpoints.hub import CONFIG_FILE
 from jpaged.checkpoints.names import model_leaves
@@ -410,17 +411,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.captioner.train", description="Train and package the demo captioner."
     )
-    parser.add_argument("--seed", type=int, default=settings.seed, help="of the dialogs and the first parameters")
-    parser.add_argument(
-        "--steps", type=int, default=settings.num_steps, help="optimizer steps, at most and by default all of them"
-    )
-    parser.add_argument("--out", type=Path, default=CAPTIONER_FOLDER, help="folder of the packaged checkpoint")
-    parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress")
-    args = parser.parse_args()
-    if not 0 < args.steps <= settings.num_steps:
-        parser.error(f"--steps is {args.steps}; it must be from 1 to {settings.num_steps}")
-    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / SINGLE_FILE).is_file():
-        parser.error(f"--out is {args.out}, which holds something else than a checkpoint")
+    args = read_options(parser, settings.seed, settings.num_steps, CAPTIONER_FOLDER)
     tokenizer = train_tokenizer()
     config = from_hf(make_hf_config(tokenizer))
     params = train(config, replace(settings, seed=args.seed), tokenizer, args.steps, args.every)

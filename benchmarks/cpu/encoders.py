@@ -114,10 +114,19 @@ def make_onnxruntime(folder: Path) -> Embed:
     onnxruntime: Any = importlib.import_module("onnxruntime")  # installed by hand
 
     path = folder / "model.onnx"
-    model, example = load_torch(folder), torch.ones(2, 8, dtype=torch.int64)
+
+    class States(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+            return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    example = torch.ones(2, 8, dtype=torch.int64)
     names, axes = ["input_ids", "attention_mask"], {0: "batch", 1: "length"}
     torch.onnx.export(
-        model,
+        States(load_torch(folder)),
         (example, example),
         str(path),
         input_names=names,

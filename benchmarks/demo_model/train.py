@@ -284,24 +284,34 @@ def _latest(work: Path) -> Path | None:
     return max(saved, key=lambda path: int(path.name), default=None)
 
 
+def read_options(parser: argparse.ArgumentParser, seed: int, num_steps: int, out: Path) -> argparse.Namespace:
+    """Add the options of a training to a parser, and return those of the command line.
+
+    Args:
+        seed, num_steps, out: defaults; `num_steps` is the limit, too.
+    """
+    parser.add_argument("--seed", type=int, default=seed, help="of the data, the tokenizer and the first parameters")
+    parser.add_argument(
+        "--steps", type=int, default=num_steps, help="optimizer steps, at most and by default all of them"
+    )
+    parser.add_argument("--out", type=Path, default=out, help="folder of the packaged checkpoint")
+    parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress")
+    args = parser.parse_args()
+    if not 0 < args.steps <= num_steps:
+        parser.error(f"--steps is {args.steps}; it must be from 1 to {num_steps}")
+    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / SINGLE_FILE).is_file():
+        parser.error(f"--out is {args.out}, which holds something else than a checkpoint")
+    return args
+
+
 def main() -> None:
     """Train and package the demo model."""
     settings = TrainSettings()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo_model.train", description="Train and package the demo model."
     )
-    parser.add_argument("--seed", type=int, default=settings.seed, help="of corpus, tokenizer and parameters")
-    parser.add_argument(
-        "--steps", type=int, default=settings.num_steps, help="optimizer steps, at most and by default all of them"
-    )
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the packaged checkpoint")
     parser.add_argument("--work", type=Path, help="folder that keeps the state of an interrupted run")
-    parser.add_argument("--every", type=int, default=20, help="steps between two lines of progress")
-    args = parser.parse_args()
-    if not 0 < args.steps <= settings.num_steps:
-        parser.error(f"--steps is {args.steps}; it must be from 1 to {settings.num_steps}")
-    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / SINGLE_FILE).is_file():
-        parser.error(f"--out is {args.out}, which holds something else than a checkpoint")
+    args = read_options(parser, settings.seed, settings.num_steps, FOLDER)
     settings = TrainSettings(seed=args.seed)
     tokenizer = train_tokenizer(settings.seed)
     config = demo_config(tokenizer)

@@ -40,6 +40,7 @@ from jpaged.client import Client
 from jpaged.types import SamplingParams
 
 _COMMON = ("--port", "0", "--metrics-port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--block-size", "16")
+_ALWAYS = ("--prefill-min-tokens", "32", "--prefill-policy", "always")
 _NUM_CALLS = 4
 _START_S = 600.0
 _NUM_PREFIXES, _NUM_USES, _PREFIX_LEN = 8, 4, 320
@@ -245,7 +246,7 @@ def run_roles(
     port = ("--kv-transfer-config", _PORT) if transport == "jax" else ()
     with contextlib.ExitStack() as stack:
         (prefill,) = stack.enter_context(serving(model, folder, ("--role", "prefill", *port)))
-        words = ("--role", "decode", "--prefill-target", prefill.target, "--prefill-min-tokens", "32", *port)
+        words = ("--role", "decode", "--prefill-target", prefill.target, *_ALWAYS, *port)
         times = ("--prefill-timeout", "120", "--transfer-timeout", "60")
         decoding = stack.enter_context(serving(model, folder, (*words, *times)))
         found, counters = send(decoding, rounds), add_up(decoding)

@@ -55,7 +55,8 @@ def two(way: Way, model: str, processors: Sequence[int]) -> Iterator[list[str]]:
             yield [one, other]
         return
     with serving(model, first, "--role", "prefill") as prefill:
-        options = ("--role", "decode", "--prefill-target", prefill, "--prefill-min-tokens", "64")
+        always = ("--prefill-min-tokens", "64", "--prefill-policy", "always")
+        options = ("--role", "decode", "--prefill-target", prefill, *always)
         with serving(model, second, *options) as decode:
             yield [decode]
 

@@ -70,7 +70,8 @@ def measure(model: str, sizes: Mapping[str, int], rounds: int, transport: str) -
         words: tuple[str, ...] = ()
         if transport != "compute":
             target, _ = stack.enter_context(serving(model, "--role", "prefill", "--prefill-hold", "120", *port))
-            words = ("--role", "decode", "--prefill-target", target, "--prefill-min-tokens", "16", *port)
+            always = ("--prefill-min-tokens", "16", "--prefill-policy", "always")
+            words = ("--role", "decode", "--prefill-target", target, *always, *port)
             words = (*words, "--prefill-timeout", "600", "--transfer-timeout", "120")
         target, url = stack.enter_context(serving(model, *words))
         client = stack.enter_context(Client(target))

@@ -49,7 +49,7 @@ from jpaged.engine.kv_cache.blocks import BlockHash
 from jpaged.engine.kv_cache.paged import PagedKVCacheManager
 from jpaged.engine.sequence import SequenceGroup
 from jpaged.errors import JpagedError
-from jpaged.openai.request import chat_job, check_values, loaded
+from jpaged.openai.request import chat_job
 from jpaged.sampling_params import NO_DEFAULTS
 from jpaged.service.chat.formats import parser_for
 from jpaged.service.chat.output_config import ChatOutputConfig
@@ -154,8 +154,8 @@ class Host:
         """Serve one turn; return its times, its request, and how many tokens of its prompt were cached."""
         clock = self.tokenizer.clock = Clock()
         with clock.time("parse"):
-            fields = loaded("body", body)
-            check_values("body", fields)
+            fields = json_text.load_object("body", body)
+            json_text.check_values("body", fields)
             job = chat_job(fields, NO_DEFAULTS)
         with clock.time("request"):
             self._number += 1

@@ -28,8 +28,9 @@ PATHS = """
 """
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
-    "/reset_mm_cache /reset_encoder_cache /generative_scoring /v1/decisions /v1/systemone "
-    "/v1/audio/transcriptions /v1/audio/translations /v1/realtime": "models take text, and have no such heads",
+    "/reset_mm_cache /reset_encoder_cache": "encoded images are found by their content, within `--mm-processor-cache-gb`",
+    "/generative_scoring /v1/decisions /v1/systemone /v1/audio/transcriptions /v1/audio/translations "
+    "/v1/realtime": "models take text and images, and have no such heads",
     "/release_kv_cache_memory": "`/sleep`, which also releases the weights",
     "/start_profile /stop_profile": "profile with XLA's tools",
     "/v2/embed /cohere/v2/chat": "Cohere's API is not served: use `/v1/embeddings` and `/v1/chat/completions`",

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,8 +38,8 @@ from jpaged.checkpoints.tensor_files import (
     read_bounded,
     unreadable,
 )
-from jpaged.config import ModelOptions
-from jpaged.config.option import parse_json_object
+from jpaged.config import ModelOptions, compile_cache_dir
+from jpaged.config.option import parse_json_object, shorten, without_credentials
 from jpaged.demo import CAPTIONER_FOLDER, DRAFT_FOLDER, FOLDER
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.hardware import multiplies_bfloat16
@@ -57,17 +59,11 @@ _READERS: Mapping[str, Callable[[JsonFields], Scheme]] = {
     "compressed-tensors": compressed_tensors.read_config,
     "fp8": floats.read_fp8_config,
     "gptq": gptq.read_gptq,
+    floats.MODEL_OPT: floats.read_modelopt,
     "mxfp4": floats.read_mxfp4_config,
 }
-
-
-_MODEL_OPT = "modelopt"
 MODEL_OPT_FILE = "hf_quant_config.json"
-"""File in which NVIDIA's ModelOpt describes its weights and their layout."""
-MODEL_OPT_PROBLEM = (
-    f"weights quantized by NVIDIA's ModelOpt ({MODEL_OPT_FILE}) are not supported; use the original weights, or "
-    f"weights of another method: {', '.join(_READERS)}"
-)
+"""File in which NVIDIA's ModelOpt describes its weights and their layout, unless config.json does."""
 
 
 def find_scheme(config: Mapping[str, object]) -> Scheme | None:
@@ -83,9 +79,9 @@ def find_scheme(config: Mapping[str, object]) -> Scheme | None:
     if not isinstance(given, Mapping):
         raise InvalidArgument("config.json quantization_config", f"is {given!r}; it must be an object")
     fields = JsonFields(given, "quantization_config")
-    method = fields.text("quant_method", _MODEL_OPT if "quant_algo" in given else None)
-    if method == _MODEL_OPT or "quant_algo" in given:
-        raise Unsupported(MODEL_OPT_PROBLEM)
+    method = fields.text("quant_method", floats.MODEL_OPT if "quant_algo" in given else None)
+    if method.startswith(f"{floats.MODEL_OPT}_"):  # of vLLM
+        method = floats.MODEL_OPT
     if method == floats.BITSANDBYTES:
         floats.check_bitsandbytes_config(fields)
         return None
@@ -141,18 +137,22 @@ def find_folder(
 
     A name that exists as a folder or as a GGUF file, or that is written as a path (beginning with `.`, `/` or `~`, or
     ending in `.gguf`), is local. `user/name:Q4_K_M` is the GGUF model of that type in a repository, in one file or in
-    parts. The environment variables of the hub client (token, cache, offline mode) apply.
+    parts. The environment variables of the hub client (token, cache, offline mode) apply. A URL such as
+    `s3://bucket/model` is a folder or a GGUF file in storage that fsspec reads.
 
     Args:
         revision: branch, tag or commit on the hub; main if None.
-        download_dir: cache folder of the hub's client; its own if None.
+        download_dir: cache folder of the hub's client, and of URLs; their own if None.
         token: for the hub; the client's own if None.
 
     Raises:
         InvalidArgument: a local folder without config.json, an Orbax checkpoint of another program, or a revision of a
             local folder.
-        NotFound: no such folder exists, or the hub does not provide the model.
+        NotFound: no such folder exists, or the hub or the storage does not provide the model.
     """
+    if "://" in model:
+        _refuse_revision("revision", revision, without_credentials(model))
+        return _download_url(model, download_dir)
     folder = find_local(model)
     if folder is not None:
         _refuse_revision("revision", revision, folder)
@@ -181,6 +181,60 @@ def _download_gguf(name: str, kind: str, revision: str | None, download_dir: str
         listed = ", ".join(str(path.relative_to(snapshot)) for path in found)
         raise InvalidArgument("model", f"{name}:{kind} matches {len(found)} GGUF models: {listed}")
     return found[0]
+
+
+def _download_url(url: str, download_dir: str | None) -> Path:
+    """Return the copy of a folder or a GGUF file in storage; files that have not changed are not copied again.
+
+    The copy's name is a digest of what the storage reports about each file. A file has its name once it is complete.
+
+    Raises:
+        InvalidArgument: fsspec does not know the URL's scheme or lacks its package, or there is no place for the copy.
+        NotFound: the storage does not provide the model.
+    """
+    import fsspec  # slow to import, and only needed here
+
+    shown, programs = without_credentials(url), compile_cache_dir()
+    if download_dir is None and programs is None:
+        raise InvalidArgument("download_dir", f"must be set for {shown} if JPAGED_CACHE_DIR is empty")
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InvalidArgument("model", f"{shown}: {error}") from error
+    root = root.rstrip("/")
+    top, name = root.rpartition("/")[::2] if root.endswith(SUFFIX) else (root, None)
+    wanted = _WANTED_FILES if name is None else [part.name for part in get_parts(Path(name))]
+    try:
+        found = {path[len(top) :].lstrip("/"): path for path in files.find(top)}
+        kept = {path: found[path] for path in sorted(found) if _is_wanted(path, wanted)}
+        if not kept:
+            raise FileNotFoundError("no file of a model is there")
+        states = [(path, files.ukey(source)) for path, source in kept.items()]
+        digest = hashlib.sha256(repr((url, states)).encode()).hexdigest()[:32]
+        cache = programs.parent / "models" if download_dir is None and programs else expand_home(str(download_dir), "")
+        for path, source in kept.items():
+            _copy(files, source, cache / digest / path)
+    except Exception as error:  # each client of storage has other types
+        raise NotFound(f"model: {shown}: {type(error).__name__}: {shorten(str(error))}") from error
+    return cache / digest if name is None else find_gguf(cache / digest / name) or cache / digest / name
+
+
+def _is_wanted(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path, each) for each in patterns) and not any(fnmatch(path, each) for each in _UNWANTED_FILES)
+
+
+def _copy(files: Any, source: str, path: Path) -> None:
+    """Copy a file from storage unless it is there."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        files.get_file(source, str(partial))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _LOG.info("copied %s, %d bytes", path.name, path.stat().st_size)
 
 
 def find_model(options: ModelOptions) -> Path:
@@ -216,10 +270,11 @@ def find_tokenizer(options: ModelOptions, folder: Path) -> Path:
 _MAIN = "main"
 
 
-def _refuse_revision(field: str, revision: str | None, folder: Path) -> None:
+def _refuse_revision(field: str, revision: str | None, folder: Path | str) -> None:
     if revision not in (None, _MAIN):
+        what = "local" if isinstance(folder, Path) else "a URL"
         raise InvalidArgument(
-            field, f"{revision}: {folder} is local; only models on the Hugging Face Hub have revisions"
+            field, f"{revision}: {folder} is {what}; only models on the Hugging Face Hub have revisions"
         )
 
 
@@ -537,7 +592,8 @@ def read_scheme(folder: Path, *, keeps_embedding: bool = True) -> Scheme | None:
 def _find_scheme(folder: Path, config: Mapping[str, object]) -> Scheme | None:
     scheme = find_scheme(config)
     if scheme is None and (folder / MODEL_OPT_FILE).is_file():
-        raise Unsupported(f"folder {folder}: {MODEL_OPT_PROBLEM}")
+        described = JsonFields(read_json(folder / MODEL_OPT_FILE), MODEL_OPT_FILE).mapping("quantization")
+        return find_scheme({QUANTISATION_KEYS[0]: {**described, "quant_method": floats.MODEL_OPT}})
     return scheme
 
 

@@ -8,6 +8,10 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from jpaged.checkpoints.tensor_files import TensorSource
+from jpaged.errors import InvalidArgument
 from jpaged.kernels.matrix_format import NUM_BITS
 from jpaged.models.config import ModelConfig
 from jpaged.models.family import AnyFamily
@@ -130,3 +134,17 @@ def _get_layer(name: str, family: AnyFamily) -> int:
         if number.isdecimal():
             return int(number)
     return -1
+
+
+def check_tie(files: TensorSource, config: ModelConfig) -> None:
+    """Raise InvalidArgument if a stored output matrix differs from the embedding that it is tied to."""
+    lm_head = find_family(config.architecture).lm_head
+    if not config.tie_word_embeddings or lm_head not in files.names:
+        return
+    embedding = model_leaves(config, files.names).outer[0]
+    ((name, shape),) = embedding.tensors
+    if name != lm_head and not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
+        raise InvalidArgument(
+            str(files.where(lm_head)),
+            f"{lm_head} differs from {name}, but config.json sets tie_word_embeddings; set that to false",
+        )

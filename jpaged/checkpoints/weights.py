@@ -23,13 +23,22 @@ from jpaged.checkpoints.finite import check_finite, refuse_tensor
 from jpaged.checkpoints.gguf.file import is_gguf
 from jpaged.checkpoints.gguf.tensors import GgufScheme, GgufTensors, get_columns, read_model
 from jpaged.checkpoints.hub import CONFIG_FILE, read_json, read_scheme
-from jpaged.checkpoints.names import is_ignored, model_leaves
+from jpaged.checkpoints.names import check_tie, is_ignored, model_leaves
 from jpaged.checkpoints.orbax import OrbaxTensors, is_orbax_folder, refuse_other_orbax
 from jpaged.checkpoints.quantized.compressed_tensors import CompressedTensors
-from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors
+from jpaged.checkpoints.quantized.floats import BitsAndBytesTensors, ModelOptNvfp4
+from jpaged.checkpoints.quantized.gptq import Gptq
 from jpaged.checkpoints.quantized.leaf import Dequantized, LeafPart, ReadMatrix, is_input_first, quantized_leaf
 from jpaged.checkpoints.quantized.quantizer import round_matrix
-from jpaged.checkpoints.quantized.scheme import UNUSED, Scheme, StoredMatrix, check_parts, read_matrix
+from jpaged.checkpoints.quantized.scheme import (
+    KV_SCALES,
+    OF_KV_CACHE,
+    Scheme,
+    StoredMatrix,
+    check_parts,
+    find_kv_scales,
+    read_matrix,
+)
 from jpaged.checkpoints.tensor_files import (
     DTYPES,
     ArrayTensors,
@@ -166,9 +175,21 @@ def load_params(
         for done, group in enumerate(groups, start=1):
             insert(params, group[0], reader.read(group))
             progress(done, len(groups), ".".join(map(str, group[0])))
-        _check_tie(files, config)
+        check_tie(files, config)
         reader.require_finite()
     return params
+
+
+def read_kv_scales(folder: Path, config: ModelConfig, *, is_fp8: bool) -> np.ndarray | None:
+    """Return a checkpoint's scales for an fp8 KV cache, see `find_kv_scales`; for another cache log that they exist."""
+    if is_gguf(folder):
+        return None
+    with open_tensors(folder) as files:
+        if is_fp8:
+            return find_kv_scales(files, model_leaves(config, files.names).layers)
+        if any(name.endswith(tuple(KV_SCALES)) for name in files.names):
+            _LOG.info("checkpoint: its scales of keys and values are only used with --kv-cache-dtype fp8")
+    return None
 
 
 def load_vision(config: VisionConfig, folder: Path, dtype: np.dtype, device: jax.Device) -> Params:
@@ -385,6 +406,7 @@ class CheckpointUpdate:
     Attributes:
         is_complete: every leaf of the model is in it.
         folder: its folder; None for arrays.
+        kv_scales_l2: see `find_kv_scales`; None if the KV cache has no use for them.
 
     Args:
         opened: the files.
@@ -398,7 +420,9 @@ class CheckpointUpdate:
         *,
         folder: Path | None,
         is_complete: bool,
+        kv_scales_l2: np.ndarray | None,
     ) -> None:
+        self.kv_scales_l2 = kv_scales_l2
         self.is_complete = is_complete
         self.folder = folder
         self.close = opened.close
@@ -425,6 +449,7 @@ class WeightReader:
         num_parts, shardings, pack_stored: see `load_params`.
         check_folder: raises an error if a folder has the config of another model.
         packs_on_device: JAX arrays are packed on their devices.
+        has_kv_scales: the KV cache is fp8, so it takes a checkpoint's scales.
         placeholder: returns the weights of a model that was loaded without its files; None if it was not.
     """
 
@@ -436,6 +461,7 @@ class WeightReader:
     pack_stored: PackStored | None
     check_folder: Callable[[Path], None]
     packs_on_device: bool
+    has_kv_scales: bool = False
     placeholder: Callable[[], Params] | None = None
     _published: Path = dataclasses.field(init=False)
     _packer: DevicePacker | None = dataclasses.field(init=False)
@@ -496,7 +522,7 @@ class WeightReader:
                 _check_names(files, every, config, scheme)
             groups = _select_groups(files, every, scheme)
             _check_types(files, [leaf for _, leaves in groups for leaf in leaves], scheme)
-            _check_tie(files, config)
+            check_tie(files, config)
             reader = LeafReader(
                 self.model,
                 files,
@@ -506,8 +532,11 @@ class WeightReader:
                 pack_stored=self.pack_stored,
                 packer=self._packer,
             )
-            is_complete = len(groups) == len(every)
-            return CheckpointUpdate(reader, groups, opened.pop_all(), folder=folder, is_complete=is_complete)
+            scales = find_kv_scales(files, model_leaves(config, files.names).layers) if self.has_kv_scales else None
+            complete = len(groups) == len(every)
+            return CheckpointUpdate(
+                reader, groups, opened.pop_all(), folder=folder, is_complete=complete, kv_scales_l2=scales
+            )
 
 
 def _existing(given: str | os.PathLike[str]) -> Path:
@@ -527,7 +556,8 @@ def _refuse_unknown(
 ) -> None:
     """Raise InvalidArgument if a tensor is not part of the model."""
     known = {name for _, leaves in groups for leaf in leaves for name in _stored_names(leaf, scheme)}
-    unknown = sorted(name for name in files.names - known if not is_ignored(name, config))
+    others = (name for name in files.names - known if not name.endswith(OF_KV_CACHE))
+    unknown = sorted(name for name in others if not is_ignored(name, config))
     if unknown:
         shown = ", ".join(unknown[:_MAX_SHOWN])
         raise InvalidArgument("weights", f"{len(unknown)} tensors are not part of {config.architecture}: {shown}")
@@ -581,7 +611,7 @@ def _log_widening(folder: Path, scheme: Scheme | None, files: TensorSource, keep
             folder,
             files.num_matrices,
         )
-    cost = scheme.widening() if isinstance(scheme, CompressedTensors) else None
+    cost = scheme.widening() if isinstance(scheme, CompressedTensors | Gptq | ModelOptNvfp4) else None
     if isinstance(scheme, GgufScheme):
         cost = read_model(folder, keeps_embedding=keeps_embedding).widening()
     if cost is not None:
@@ -713,7 +743,7 @@ def check_tensors(tensors: TensorSource, config: ModelConfig, scheme: Scheme | N
             else:
                 stored = shape[::-1] if is_input_first(leaf) else shape
                 check_parts(tensors, scheme.parts(get_module(name), stored, form), stored)
-    _check_tie(tensors, config)
+    check_tie(tensors, config)
 
 
 def _leaf_groups(config: ModelConfig, names: Collection[str], layer_mode: LayerMode) -> list[LeafGroup]:
@@ -734,7 +764,7 @@ def _check_names(files: TensorSource, groups: Sequence[LeafGroup], config: Model
     left_over = sorted(
         name
         for name in files.names.difference(wanted)
-        if not is_ignored(name, config) and not (scheme is not None and _is_unused(files, name))
+        if not is_ignored(name, config) and not _is_unused(files, name, scheme)
     )
     if scheme is not None and not scheme.quantization.has_output:
         _refuse_output(files, left_over, get_module(find_family(config.architecture).lm_head), scheme)
@@ -768,22 +798,11 @@ def _stored_names(leaf: Leaf, scheme: Scheme | None) -> Iterator[str]:
             yield from (part.name for part in scheme.parts(get_module(name), shape, form).values())
 
 
-def _is_unused(files: TensorSource, name: str) -> bool:
-    """Return True if a tensor of a quantized checkpoint has no effect, like the zero biases of old writers."""
-    return name.endswith(UNUSED) or (name.endswith(".bias") and not files.read(name, files.shape(name)).any())
-
-
-def _check_tie(files: TensorSource, config: ModelConfig) -> None:
-    lm_head = find_family(config.architecture).lm_head
-    if not config.tie_word_embeddings or lm_head not in files.names:
-        return
-    embedding = model_leaves(config, files.names).outer[0]
-    ((name, shape),) = embedding.tensors
-    if name != lm_head and not np.array_equal(files.read(lm_head, shape), files.read(name, shape)):
-        raise InvalidArgument(
-            str(files.where(lm_head)),
-            f"{lm_head} differs from {name}, but config.json sets tie_word_embeddings; set that to false",
-        )
+def _is_unused(files: TensorSource, name: str, scheme: Scheme | None) -> bool:
+    """Return True if a tensor is of the KV cache, or without effect, like the zero biases of old quantizers."""
+    if name.endswith(OF_KV_CACHE):
+        return True
+    return scheme is not None and name.endswith(".bias") and not files.read(name, files.shape(name)).any()
 
 
 def _refuse_not_finite(files: TensorSource, leaves: Sequence[Leaf], dtype: np.dtype) -> None:

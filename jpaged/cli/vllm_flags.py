@@ -699,7 +699,8 @@ class _Translation:
                     self._out.append(flag.name)  # the parser reports it
                 return
             value = self._left.popleft()
-        ours = dict(pair.split("=") for pair in flag.values).get(value, value)
+        values = dict(pair.split("=") for pair in flag.values)
+        ours = values.get(value, values.get(value.upper(), value))  # vLLM's backends may be in lower case
         if ours != value:
             self.notes.append(f"{name} {value} is {ours or 'the default'} here: {flag.reason}")
         elif name != flag.name:

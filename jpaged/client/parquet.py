@@ -25,7 +25,6 @@ from jpaged import json_text
 from jpaged.client.results import OutputError, replace_file
 from jpaged.errors import InvalidArgument
 from jpaged.openai.lines import BadLine, Line, parse_request_line
-from jpaged.openai.request import loaded
 
 SUFFIX = ".parquet"
 COLUMNS = ("custom_id", "method", "url", "body")
@@ -129,7 +128,11 @@ def row_line(number: int, row: Mapping[str, Any]) -> Line | BadLine:
         if isinstance(body, str) and len(body) > MAX_BODY_BYTES:
             problem = f"{len(body)} characters are over the limit of {MAX_BODY_BYTES}"
             raise InvalidArgument(f"line {number}: body", problem)
-        body = loaded(f"line {number}: body", body) if isinstance(body, str) else _json(f"line {number}: body", body)
+        body = (
+            json_text.load_object(f"line {number}: body", body)
+            if isinstance(body, str)
+            else _json(f"line {number}: body", body)
+        )
     except InvalidArgument as error:
         return BadLine(number, custom_id or None, error)
     return parse_request_line(number, {**row, "custom_id": custom_id, "body": body})

@@ -46,9 +46,9 @@ Backend = Literal["xla", "pallas-tpu", "pallas-gpu", "pallas-triton", "cuda", "c
 
 OWN_QUANTIZATIONS = (
     *("auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gguf", "gptq", "gptq_marlin"),
-    *("moe_wna16", "mxfp4", "hqq", "modelopt", "modelopt_fp4", "quark", "torchao"),
+    *("moe_wna16", "mxfp4", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "hqq", "quark", "torchao"),
 )
-"""Methods of quantized checkpoints by vLLM's names; files of the last five are not supported."""
+"""Methods of quantized checkpoints by vLLM's names; files of the last three are not supported."""
 _EXAMPLES = {
     "hf_overrides": '{"max_position_embeddings": 65536}',
     "default_chat_template_kwargs": '{"enable_thinking": false}',
@@ -77,7 +77,9 @@ class ModelOptions:
         None, "branch, tag or commit of a tokenizer on the Hugging Face Hub; that of the model if both are in one place"
     )
     download_dir: str | None = option(
-        None, "folder for downloads from the Hugging Face Hub; that of the hub's client if unset", path="new folder"
+        None,
+        "folder for downloads; if unset, that of the hub's client, or for URLs one next to compiled programs",
+        path="new folder",
     )
     hf_token: str | None = option(
         None, "token for the Hugging Face Hub; the process list shows it: prefer the variable HF_TOKEN"

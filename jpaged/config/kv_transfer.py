@@ -185,6 +185,9 @@ class _DataPortConfig:
     pull_timeout: float = option(
         2.0, "time after which a pull of blocks counts as failed", low=0.01, high=3600.0, unit="s"
     )
+    allowed_peers: tuple[str, ...] = option(
+        (), "numeric addresses that may connect in addition to those from which servers call Prefill"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +202,14 @@ class DataPortOptions:
         role: role of this server that vLLM's `kv_role` allows; None allows both.
         max_bytes: maximum of offered blocks, and of one pull.
         pull_timeout: seconds after which a pull counts as failed.
+        allowed_peers: numeric addresses that may connect, in addition to those of servers that call Prefill.
     """
 
     address: str
     role: str | None
     max_bytes: int
     pull_timeout: float
+    allowed_peers: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> DataPortOptions | None:
@@ -234,7 +239,10 @@ class DataPortOptions:
             problem = f"{shorten(repr(size))} is not a number of bytes from {_MIN_BUFFER_BYTES}"
             raise InvalidArgument(f"{_TRANSFER}.kv_buffer_size", problem)
         address = _numeric_address(f"{name}.address", config.address)
-        return cls(address, _PORT_ROLES[role], int(size), config.pull_timeout)
+        peers = tuple(config.allowed_peers)
+        for peer in peers:
+            _check_peer(f"{name}.allowed_peers", peer, address)
+        return cls(address, _PORT_ROLES[role], int(size), config.pull_timeout, peers)
 
     def check(self, role: str) -> None:
         """Reject another role of the server than the port's.
@@ -250,6 +258,17 @@ class DataPortOptions:
 
 _PORT_ROLES: Mapping[str, str | None] = {"kv_both": None, "kv_producer": "prefill", "kv_consumer": "decode"}
 _MIN_BUFFER_BYTES = 1 << 20
+
+
+def _check_peer(name: str, peer: str, address: str) -> None:
+    """Reject an address that cannot connect to another one."""
+    version = ipaddress.ip_address(split_address(name, address)[0]).version
+    try:
+        found = ipaddress.ip_address(peer)
+    except ValueError:
+        raise InvalidArgument(name, f"{shorten(repr(peer))} is not a numeric address") from None
+    if found.version != version:
+        raise InvalidArgument(name, f"{peer} cannot connect to {address}: one is IPv4, the other IPv6")
 
 
 def _numeric_address(name: str, value: str) -> str:

@@ -427,6 +427,8 @@ class TimeoutOptions:
 
 Role = Literal["both", "prefill", "decode"]
 """Role of a server."""
+PrefillPolicy = Literal["auto", "always"]
+"""Rule for the prompts that a decode server sends to prefill servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +447,12 @@ class RoleOptions:
         "minimum number of uncached prompt tokens for remote prefill; the decode server computes shorter "
         "prompts itself",
         low=1,
+    )
+    prefill_policy: PrefillPolicy = option(
+        "auto",
+        "prompts that a decode server sends to prefill servers; auto: those whose KV blocks arrive sooner than this "
+        "server computes them, by measured rates; always: all of at least prefill_min_tokens",
+        choices=get_args(PrefillPolicy),
     )
     prefill_timeout: float = option(
         30.0,

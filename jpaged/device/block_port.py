@@ -9,15 +9,20 @@ What the library does, as observed with jaxlib 0.10 on CPU devices, and what thi
     if a peer is killed, its pulls fail in 0.03 s, except on a connection that was never established
         -> a pull counts as lost after the caller's timeout, and a restarted peer has another address
     other bytes than the protocol's, from any client, or peers with other transports, end the process
-        -> only numeric addresses of one interface, equal versions on both sides; networks must be trusted
+        -> the kernel drops packets from all hosts except those of peers (`PeerFilter`); equal versions on both sides
     "localhost" binds all interfaces
         -> names are rejected (`DataPortOptions`)
 """
 
 from __future__ import annotations
 
+import ctypes
+import ipaddress
 import math
+import os
 import secrets
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,20 +39,107 @@ from jax.sharding import SingleDeviceSharding
 from jpaged.config import DataPortOptions
 from jpaged.device.transfers import BlockPlace
 from jpaged.engine.executor import ArrayPart, BlockArrays, BlockOffer
-from jpaged.errors import Incompatible, InvalidArgument, Unavailable
+from jpaged.errors import Incompatible, InternalError, InvalidArgument, Unavailable
 
 _DRAIN_S = 1.0
 """Time after which an offer that is withdrawn counts as pulled by the other server."""
 
 
-def _start_server(options: DataPortOptions, device: jax.Device) -> Any:
-    """Start the library's server; raise InvalidArgument if the address cannot be used."""
+_SO_ATTACH_FILTER, _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN, _NETWORK_HEADER = 26, 0x20, 0x15, 0x06, 0xFFF00000
+_SOURCE_OFFSETS = {4: 12, 6: 8}
+_MAX_PEERS = 256
+
+
+class PeerFilter:
+    """Addresses from which the listening sockets accept packets; the kernel drops all others before a connection.
+
+    A filter of the sockets (classic BPF), which needs no privilege. Any thread may call.
+
+    Args:
+        host: numeric address on which the sockets listen; this host may always connect.
+        sockets: those that listen.
+    """
+
+    def __init__(self, host: str, sockets: Sequence[socket.socket], peers: Sequence[str] = ()) -> None:
+        self._lock = threading.Lock()
+        self._own = ipaddress.ip_address(host)
+        self._sockets = tuple(sockets)
+        self._fixed = (self._own, *map(ipaddress.ip_address, peers))
+        self._admitted: dict[object, None] = {}
+        self._attach()
+
+    def admit(self, host: str) -> None:
+        """Accept packets from a numeric address; others are ignored."""
+        try:
+            peer = ipaddress.ip_address(host)
+        except ValueError:
+            return
+        if isinstance(peer, ipaddress.IPv6Address) and self._own.version == 4 and peer.ipv4_mapped is not None:
+            peer = peer.ipv4_mapped
+        with self._lock:
+            if peer.version != self._own.version or peer in self._fixed or peer in self._admitted:
+                return
+            self._admitted[peer] = None
+            if len(self._admitted) > _MAX_PEERS:
+                del self._admitted[next(iter(self._admitted))]
+            self._attach()
+
+    def close(self) -> None:
+        """Close the descriptors; the sockets and their filter stay."""
+        for one in self._sockets:
+            one.close()
+
+    def _attach(self) -> None:
+        begin, program = _NETWORK_HEADER + _SOURCE_OFFSETS[self._own.version], b""
+        for peer in (*self._fixed, *self._admitted):
+            words = struct.unpack(f"!{len(peer.packed) // 4}I", peer.packed)  # type: ignore[attr-defined]
+            for index, word in enumerate(words):  # a word that differs skips the rest of this address
+                program += struct.pack("HBBI", _LOAD_WORD, 0, 0, begin + 4 * index)
+                program += struct.pack("HBBI", _JUMP_IF_EQUAL, 0, 2 * (len(words) - index) - 1, word)
+            program += struct.pack("HBBI", _RETURN, 0, 0, 0xFFFFFFFF)
+        program += struct.pack("HBBI", _RETURN, 0, 0, 0)
+        code = ctypes.create_string_buffer(program, len(program))
+        option = struct.pack("HL", len(program) // 8, ctypes.addressof(code))
+        for one in self._sockets:
+            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
+
+
+def _find_listeners(host: str) -> dict[tuple[str, int], socket.socket]:
+    """Return duplicates of this process's sockets that listen on an address, by address and port."""
+    found: dict[tuple[str, int], socket.socket] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed since, or no socket
+            continue
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+        is_listening = is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        address = one.getsockname()[:2] if is_listening else ("", 0)
+        if address[0] == host and address not in found:
+            found[address] = one
+        else:
+            one.close()
+    return found
+
+
+def _start_server(options: DataPortOptions, device: jax.Device) -> tuple[Any, PeerFilter]:
+    """Start the library's server, closed to all other hosts; raise InvalidArgument if the address cannot be used."""
     host = options.address.rpartition(":")[0]
+    bare_host = str(ipaddress.ip_address(host.strip("[]")))
+    before = _find_listeners(bare_host)
     try:
-        return transfer.start_transfer_server(device.client, options.address, [f"{host}:0"])
+        server = transfer.start_transfer_server(device.client, options.address, [f"{host}:0"])
     except jax.errors.JaxRuntimeError as error:
         name = "kv_transfer_config.kv_connector_extra_config.address"
         raise InvalidArgument(name, f"{options.address} cannot be used: {error}") from None
+    finally:
+        after = _find_listeners(bare_host)
+        for one in (*before.values(), *(after[address] for address in before if address in after)):
+            one.close()
+    listeners = {address: one for address, one in after.items() if address not in before}
+    if int(server.address().rpartition(":")[2]) not in {port for _, port in listeners}:
+        raise InternalError(f"no socket listens on {server.address()}, so that it cannot be closed to other hosts")
+    return server, PeerFilter(bare_host, [*listeners.values()], options.allowed_peers)
 
 
 @dataclass(slots=True)
@@ -72,7 +164,7 @@ class JaxBlockPort:
         self.protocol = f"jax/{jaxlib.version.__version__}/{device.platform}"
         self._max_bytes = options.max_bytes
         self._clock = clock
-        self._server = _start_server(options, device)
+        self._server, self._peers = _start_server(options, device)
         self.address: str = self._server.address()
         self._lock = threading.RLock()
         self._own: Any = None  # the connection to this process
@@ -89,6 +181,9 @@ class JaxBlockPort:
     @property
     def is_settled(self) -> bool:
         return not self._drains
+
+    def admit(self, host: str) -> None:
+        self._peers.admit(host)
 
     # --- offers -----------------------------------------------------------------------------------------------------
 
@@ -139,6 +234,7 @@ class JaxBlockPort:
         with self._lock:
             for uuid in tuple(self._offers):
                 self.withdraw(uuid)
+        self._peers.close()
 
     # --- pulls ------------------------------------------------------------------------------------------------------
 
@@ -152,6 +248,7 @@ class JaxBlockPort:
             for size in offer.sizes
             for part, home in zip(offer.parts, homes, strict=True)
         ]
+        self._peers.admit(offer.address.rpartition(":")[0].strip("[]"))
         with self._lock:
             self._check_abandoned(offer.address)
             try:

@@ -45,7 +45,7 @@ from jpaged.errors import InvalidArgument
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.kv_layout import KVLayout
 from jpaged.kernels.paged_attention.spec import Attended, RaggedRows
-from jpaged.kernels.recurrence import RecurrenceKernel, RecurrentRows, unsupported_cpu_reason
+from jpaged.kernels.recurrence import SHORT_LEN, RecurrenceKernel, RecurrentRows, unsupported_cpu_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -256,21 +256,24 @@ def merged(attended: Attended, axis: str) -> Attended:
     return summed_thd.astype(o_thd.dtype), highest_th + jnp.log(total_th)
 
 
-def recurrent_rows(inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh) -> RecurrentRows | None:
+def recurrent_rows(
+    inputs: Mapping[str, jax.Array], num_tokens: int, mesh: Mesh, max_drafts: int
+) -> RecurrentRows | None:
     """Return a step's rows for recurrent layers; None if there are none."""
     if "state_slots_s" not in inputs:
         return None
     starts_s1 = inputs["query_starts_s1"]
     is_first_s = inputs["kv_lens_s"] == starts_s1[1:] - starts_s1[:-1]
-    sources_s, slots_s, kernel = inputs["state_sources_s"], inputs["state_slots_s"], recurrence_kernel(mesh)
+    sources_s, slots_s, kernel = inputs["state_sources_s"], inputs["state_slots_s"], recurrence_kernel(mesh, max_drafts)
     return RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, num_tokens, kernel, inputs["is_draft_s"])
 
 
-def recurrence_kernel(mesh: Mesh) -> RecurrenceKernel:
-    """Return the kernel of recurrent layers on these devices."""
+def recurrence_kernel(mesh: Mesh, max_drafts: int = 0) -> RecurrenceKernel:
+    """Return the kernel of recurrent layers on these devices, for rows with up to `max_drafts` draft tokens."""
     platform, num_parts = first_device(mesh).platform, num_shards(mesh)
     if platform != "cpu":
-        return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts)
+        short_len = SHORT_LEN * (1 + max_drafts // SHORT_LEN)
+        return RecurrenceKernel("blocks", platform == "gpu", _HeadShards(mesh), num_parts, short_len)
     is_built = unsupported_cpu_reason() is None
     return RecurrenceKernel("cpu" if is_built else "tokens", split=_HeadShards(mesh), num_parts=num_parts)
 

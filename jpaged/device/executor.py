@@ -45,7 +45,7 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
-from jpaged.device.kv_scales import measure_scales
+from jpaged.device.kv_scales import add_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
 from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
@@ -158,9 +158,11 @@ class LeafUpdate(WeightUpdate, Protocol):
 
     Attributes:
         folder: their folder; None for arrays.
+        kv_scales_l2: see `ParamsPreparation`.
     """
 
     folder: Path | None
+    kv_scales_l2: np.ndarray | None
 
     def leaves(self) -> Iterator[tuple[LeafPath, Any]]:
         """Yield leaves as `JaxExecutor.create` takes them, each with its path."""
@@ -190,10 +192,12 @@ class ParamsPreparation:
     Attributes:
         step: of any number of blocks.
         where: the placement of the parameters as read.
+        kv_scales_l2: scales of keys and values that the checkpoint has for the pool's type; None measures them.
     """
 
     step: Step
     where: MeshPlacement
+    kv_scales_l2: np.ndarray | None = None
 
     def all(self, published: list[Params]) -> Params:
         """Return the parameters; takes the only reference to those as read, so that what is packed is freed at once."""
@@ -219,8 +223,8 @@ class ParamsPreparation:
         return dataclasses.replace(current, base=leaf) if isinstance(current, AdaptedMatrix) else leaf
 
     def with_scales(self, params: Params) -> Params:
-        """Return the parameters with measured scales of keys and values, if the pool has scales."""
-        return {**params, "kv_scales": measure_scales(self.step, params)} if self.step.layout.is_scaled else params
+        """Return the parameters with scales of keys and values, if the pool has scales."""
+        return add_scales(self.step, params, self.kv_scales_l2) if self.step.layout.is_scaled else params
 
 
 def _described(leaf: Any) -> tuple[Any, list[tuple[Any, ...]]]:
@@ -324,6 +328,8 @@ class DeviceSleeper:
 
     def update(self, update: WeightUpdate) -> None:
         assert isinstance(update, LeafUpdate)
+        if update.is_complete or update.kv_scales_l2 is not None:
+            self._preparation = dataclasses.replace(self._preparation, kv_scales_l2=update.kv_scales_l2)
         try:
             if self._offloaded is not None:
                 self._replace_all(update)
@@ -417,7 +423,7 @@ class JaxExecutor:
         self._geometry = geometry
         self._memory_plan = memory_plan
         self._waits_for_all = waits_for_all
-        self._programs = ProgramStore(served.sources, self._note_ready)
+        self._programs = self.programs = ProgramStore(served.sources, self._note_ready)
         self.num_compiles_after_warm_up = 0
         self._rates: DeviceRates | None = None
         layout, mesh = step.layout, step.mesh
@@ -474,7 +480,8 @@ class JaxExecutor:
 
         Args:
             model: the network.
-            params: of the model padded for the mesh (`jpaged.models.sharding`), in either layer mode.
+            params: of the model padded for the mesh (`jpaged.models.sharding`), in either layer mode; next to them
+                may be "kv_scales", those of `ParamsPreparation`.
             options: `cache`, `scheduler` and `model.max_model_len` are read; None is filled in, see `geometry`.
             mesh: the devices to run on; by default JAX's first devices, enough for one copy of the model.
             num_pools: executors that share the host's free memory if devices use host memory: this one and those
@@ -507,8 +514,8 @@ class JaxExecutor:
         smallest = assemble(1)
         where = MeshPlacement.of(model, mesh, layer_mode)
 
-        preparation = ParamsPreparation(smallest[0], where)
-        published = [params]
+        preparation = ParamsPreparation(smallest[0], where, params.get("kv_scales"))
+        published = [{name: part for name, part in params.items() if name != "kv_scales"}]
         del params
         params = preparation.all(published)
         if draft is not None and smallest[0].draft is not None:

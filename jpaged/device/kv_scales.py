@@ -5,7 +5,7 @@
 The probe is a fixed row of tokens sampled uniformly from the vocabulary, with full attention: the range of a head's
 keys depends far more on its weights than on the text. Larger numbers saturate. Integers hold rotated keys and values
 (`rotate_heads`), whose range depends less on the text. The relative error of floats does not depend on the scale, so
-theirs leaves more room.
+theirs leaves more room. A checkpoint may have scales for floats, one for the keys and one for the values of a layer.
 """
 
 from __future__ import annotations
@@ -55,6 +55,33 @@ def measure_scales(step: Step, params: Params) -> jax.Array:
     largest_lk2 = jax.jit(functools.partial(largest, step), out_shardings=sharding)(params, token_ids)
     name = step.layout.dtype.name
     return jnp.maximum(largest_lk2, 1e-6) * (MARGINS[name] / MAX_NUMBER[name])
+
+
+def add_scales(step: Step, params: Params, scales_l2: np.ndarray | None) -> Params:
+    """Return the parameters with scales: measured ones, or those of `place_scales`."""
+    placed = measure_scales(step, params) if scales_l2 is None else place_scales(step, scales_l2, params)
+    return {**params, "kv_scales": placed}
+
+
+def place_scales(step: Step, scales_l2: np.ndarray, params: Params) -> jax.Array:
+    """Return scales as `measure_scales`, from those of keys and values in each layer, which all heads share.
+
+    Layers without them, whose scales are NaN, have measured ones.
+    """
+    layout, places = step.layout, step.kv_groups.places
+    num_layers = layout.num_layers // layout.num_stages
+    found = np.ones((layout.num_stages, len(step.kv_groups.windows), num_layers, layout.num_kv_heads, 2), np.float32)
+    for layer, kind in enumerate(step.model.config.layer_kinds):
+        if kind.states or kind.kv_source is not None:
+            continue
+        stage, place = divmod(layer, len(places))
+        group, index = places[place]
+        found[stage, group : group + kind.num_places, index] = scales_l2[layer]
+    found = found.reshape(-1, *found.shape[-2:])
+    if layout.value_dim is not None:
+        found[..., 1] = found[..., 0]  # a latent has one scale for all its uses
+    given = jax.device_put(found, NamedSharding(step.mesh, scales_spec(layout)))
+    return jnp.where(jnp.isnan(given), measure_scales(step, params), given) if np.isnan(found).any() else given
 
 
 def _largest(step: Step, params: Params, token_ids_t: jax.Array) -> jax.Array:

@@ -138,6 +138,7 @@ class Step:
         slots: the capacity for adapters; None takes none.
         draft: the draft model or head; None if there is none.
         overlaps_sums: hidden states are summed over the devices in parts (`jpaged.device.sharded_matmul`).
+        max_drafts: draft tokens of a sequence in a step.
         keeps_routes: the pool has the experts that tokens were routed to.
         has_branches: programs decide which stages of sampling and how many steps the rows need. On GPUs the host does,
             because it would wait for each decision of a program.
@@ -159,6 +160,7 @@ class Step:
     draft: DraftStep | None = None
     has_branches: bool = True
     overlaps_sums: bool = False
+    max_drafts: int = 0
     keeps_routes: bool = False
 
     def packed_forward(
@@ -374,7 +376,7 @@ class Step:
             num_column_parts=num_parts,
             is_used_t=is_used_t,
             states=None if is_used_t is None else StateShardings(self._sharding(TOKENS_SPEC), replicated(self.mesh)),
-            recurrent=recurrent_rows(inputs, len(ids_t), self.mesh),
+            recurrent=recurrent_rows(inputs, len(ids_t), self.mesh, self.max_drafts),
             types_t=types_t,
             embeds=None if embeds_te is None else InputEmbeds(inputs["is_embed_t"], embeds_te),
             rope_axes_3t=None if shifts_3t is None else inputs["positions_t"] - shifts_3t,

@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 from jpaged.config import EngineConfig
 from jpaged.engine.deadlines import DeadlineEstimator, Deadlines, is_over
-from jpaged.engine.executor import SLEEP_TAGS, Executor, SleepTag, WeightUpdate
+from jpaged.engine.executor import SLEEP_TAGS, Executor, SleepTag, StepOutputs, WeightUpdate
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolSnapshotter
-from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore, PrefillRate
+from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.paged import make_memory
-from jpaged.engine.observers import StepObservers
+from jpaged.engine.observers import StepObservers, StepTiming
 from jpaged.engine.output.processor import OutputProcessor
 from jpaged.engine.results import NonFiniteLogitsGuard, ResultProcessor
 from jpaged.engine.runners import ArrivalSignal, InFlightBatch, RunnerContext, make_runners
@@ -68,6 +69,11 @@ _PAUSED_S = 1.0
 
 _PROCESS = secrets.token_bytes(16)
 """Prevents that other processes find blocks of updated weights, whose contents are not compared."""
+
+
+def _record_prefill(rate: PrefillRate, _: SchedulerOutput, __: StepOutputs, timing: StepTiming) -> None:
+    """Add a dispatch to a measured rate."""
+    rate.record(timing.num_tokens, timing.num_padded, timing.num_steps, timing.seconds)
 
 
 def _with_problem(error: JpagedError, problem: str) -> tuple[str, ...]:
@@ -192,6 +198,7 @@ class EngineCore:
     Attributes:
         groups: unfinished groups by request id.
         observers: callbacks of the features that are on.
+        prefill_rates: measured rates of computing, for the features that choose between that and a transfer.
         snapshotter: takes pool snapshots and records events between them.
         stall_detector: measures the time without progress while requests are pending.
         arrivals: notified when a request has been posted to the loop.
@@ -257,6 +264,9 @@ class EngineCore:
             self._deadline_estimator = DeadlineEstimator(self.scheduler, self.memory, geometry, max_tokens_per_step)
         self._num_arrivals = 0
         self.observers = StepObservers()
+        self.prefill_rates = [connector.prefill for connector in self.memory.connectors]
+        if config.roles.role == "decode" and not self.prefill_rates:
+            self.prefill_rates.append(PrefillRate(executor.rates))
         self._add_observers(config.scheduler.num_scheduler_steps)
         self.snapshotter = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.connectors:
@@ -282,6 +292,8 @@ class EngineCore:
         for connector in self.memory.connectors:
             observers.on_begin.append(partial(self._poll, connector))
             observers.on_request_finished.append(connector.on_request_finished)
+        for rate in self.prefill_rates:
+            observers.on_results.append(partial(_record_prefill, rate))
         if executor.routed_experts is not None:
             scheduler.on_preempt.append(self._output.keep_experts)
         if executor.geometry.max_loras:

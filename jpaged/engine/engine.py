@@ -18,7 +18,7 @@ from jpaged.engine.core import Clock, Done, EngineCore, PauseMode
 from jpaged.engine.executor import SLEEP_TAGS, Executor, Geometry, Sleeper, SleepTag, StepInputs, WeightUpdate
 from jpaged.engine.executor.io import RopeLengthLimits
 from jpaged.engine.inspector import PoolInspector, ReplicaInspector
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.engine.kv_cache.offload.transfer import KVTransfer, ReplicaTransfer
 from jpaged.engine.kv_cache.pinned import PinnedPrefixes, pin_limit
 from jpaged.engine.scheduler.output import SchedulerOutput
@@ -349,7 +349,7 @@ class Engine:
         )
         loop = self._loop
         self.kv_transfer = KVTransfer(
-            [ReplicaTransfer(loop.memory, geometry, executor.host_blocks, self._thread.call_soon)]
+            [ReplicaTransfer(loop.memory, geometry, executor.host_blocks, self._thread.call_soon, loop.prefill_rates)]
         )
 
         def reserve(request: Request) -> KVTransfer:

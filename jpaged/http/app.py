@@ -60,7 +60,7 @@ from jpaged.http.exchange import (
 from jpaged.http.ollama import ollama_routes
 from jpaged.http.responses import message_routes, response_routes
 from jpaged.openai.embeddings import ScoringJob, classify_job, embed_job, rerank_job, score_job
-from jpaged.openai.request import adapter_in, chat_job, completion_job, flag_in, name_in, own_fields, shown
+from jpaged.openai.request import chat_job, completion_job, flag_in, name_in, own_fields, shown
 from jpaged.service.calls import is_name
 from jpaged.service.loaded_model import EngineClient, LoadedModel
 from jpaged.service.service import Service
@@ -588,3 +588,19 @@ class _Named:
         except Exception as error:  # starlette raises it again after responding
             if not has_begun:
                 await build_response(error_for(error), scope)(scope, receive, named)
+
+
+def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body of /v1/load_lora_adapter, or of /v1/unload_lora_adapter.
+
+    Raises:
+        InvalidArgument: a field is missing, empty, or cannot be honored.
+    """
+    loads = path == "/v1/load_lora_adapter"
+    names = ("lora_name", "lora_path") if loads else ("lora_name",)
+    body = own_fields(path, given, (*names, "load_inplace") if loads else names)
+    found: dict[str, Any] = {name: name_in(body, name) or "" for name in names}
+    for name, value in found.items():
+        if not value:
+            raise InvalidArgument(name, "is missing or empty")
+    return {**found, "load_inplace": flag_in(body, "load_inplace")} if loads else found

@@ -43,7 +43,7 @@ from jpaged.errors import (
     get_reason,
 )
 from jpaged.openai.lines import error_body, get_status_code
-from jpaged.openai.request import LenientBody, check_values, loaded
+from jpaged.openai.request import LenientBody
 from jpaged.service.calls import TRACE_KEYS, Caller, require_name
 from jpaged.service.service import Service
 
@@ -206,8 +206,8 @@ def _may_have_any_type(request: Request) -> bool:
 
 
 def _build_fields(service: Service, content: bytes) -> dict[str, Any]:
-    fields = loaded("body", content)
-    check_values("body", fields)
+    fields = json_text.load_object("body", content)
+    json_text.check_values("body", fields)
     return LenientBody(fields) if service.state.config.http.unknown_fields == "ignore" else fields
 
 

@@ -240,6 +240,7 @@ def _show(service: Service, model: LoadedModel) -> dict[str, Any]:
         "embedding": True,
         "tools": bool(facts.has_chat_template and facts.tool_call_parser),
         "thinking": bool(facts.reasoning_parser),
+        "vision": facts.max_images > 0,
     }
     return {
         "modelfile": "",

@@ -43,7 +43,7 @@ from jpaged.errors import InternalError
 from jpaged.kernels.cpu.library import MAX_WIDTH, NAME, register
 
 BLOCK_LEN, SHORT_LEN = 64, 16
-"""Tokens of a block, and of the longest rows that are computed all at once.
+"""Tokens of a block, and of the longest rows that are computed all at once, unless they have more draft tokens.
 
 Pairs of tokens in the same `SHORT_LEN` of a block have their own products if each channel has a decay.
 """
@@ -64,6 +64,8 @@ class RecurrenceKernel:
         has_static_loops: every loop has a fixed number of turns, so that the host does not wait for a GPU.
         split: (function, axes of arguments, axes of results) -> the function of each device's heads. An axis is that of
             heads; None is for an argument that every device has.
+        short_len: tokens of the longest rows that `blocks` computes all at once, a multiple of `SHORT_LEN`. Rows with
+            draft tokens must not be longer.
         num_parts: devices that share the heads.
         max_width: floats of the widest vectors that `cpu` uses.
         max_threads: maximum threads that `cpu` uses; 0 is all.
@@ -73,6 +75,7 @@ class RecurrenceKernel:
     has_static_loops: bool = False
     split: Callable[[Callable[..., Any], Sequence[int | None], Sequence[int]], Callable[..., Any]] = _whole
     num_parts: int = 1
+    short_len: int = SHORT_LEN
     max_width: int = MAX_WIDTH
     max_threads: int = 0
 
@@ -407,19 +410,20 @@ def _recur_by_blocks(one: Recurrence, states: jax.Array, rows: RecurrentRows) ->
     depend on other rows. A row with a draft token runs all tokens of the sequence in the step, which are few.
     """
     num_tokens, num_rows, lens_s, starts_s = len(one.x_thv), len(states), rows.lens_s, rows.firsts_s
-    is_short_s = (lens_s > 0) & (lens_s <= SHORT_LEN)
-    places_sc = starts_s[:, None] + jnp.arange(SHORT_LEN)
-    used_sc = (jnp.arange(SHORT_LEN) < lens_s[:, None]) & is_short_s[:, None]
+    short_len = rows.kernel.short_len
+    is_short_s = (lens_s > 0) & (lens_s <= short_len)
+    places_sc = starts_s[:, None] + jnp.arange(short_len)
+    used_sc = (jnp.arange(short_len) < lens_s[:, None]) & is_short_s[:, None]
     short = one.map(lambda x: _masked(x[jnp.minimum(places_sc, num_tokens - 1)], used_sc))
     run_block = _run_block if one.log_decays.ndim == 2 else _run_channels
     o_schv, after = jax.vmap(run_block)(short, states)
     states = jnp.where(is_short_s[:, None, None, None], after, states)
-    o_thv = _masked(o_schv[rows.rows_t, jnp.minimum(rows.offsets_t, SHORT_LEN - 1)], is_short_s[rows.rows_t])
-    # Long rows of n tokens have ceil(n / 64) blocks, which is at most n / 17, and n / 64 + 1.
-    most = min(num_tokens // (SHORT_LEN + 1), num_tokens // BLOCK_LEN + num_rows)
+    o_thv = _masked(o_schv[rows.rows_t, jnp.minimum(rows.offsets_t, short_len - 1)], is_short_s[rows.rows_t])
+    # Long rows of n tokens have ceil(n / 64) blocks, which is at most n / (short_len + 1), and n / 64 + 1.
+    most = min(num_tokens // (short_len + 1), num_tokens // BLOCK_LEN + num_rows)
     if not most:
         return o_thv, states
-    num_blocks_s = jnp.where(lens_s > SHORT_LEN, -(-lens_s // BLOCK_LEN), 0)
+    num_blocks_s = jnp.where(lens_s > short_len, -(-lens_s // BLOCK_LEN), 0)
     ends_s = jnp.cumsum(num_blocks_s)
     padded = one.map(_pad_block)
 

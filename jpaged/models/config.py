@@ -142,9 +142,9 @@ xielu has two parameters per layer, and only feed-forwards without a gate have i
 """
 
 
-MAX_PATCHES = 2**14
-"""Limit of an image's patches, which attend to each other."""
-VisionKind = Literal["pixtral", "qwen2_5_vl", "siglip"]
+MAX_PATCHES = 2**16
+"""Limit of an image's patches, which attend to each other: that of Qwen2.5-VL's published image processors."""
+VisionKind = Literal["pixtral", "qwen2_5_vl", "qwen3_vl", "siglip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +163,9 @@ class VisionConfig:
         rope_theta: base of rotary positions in two dimensions; 0 for learned positions.
         window_size: pixels of a window, of both edges; 0 without windows.
         full_layers: layers without windows, if others have them.
+        num_places: learned positions in rows and in columns, which are interpolated for each image; 0 without.
+        deep_layers: layers whose outputs are projected, too, and added to the outputs of the language model's first
+            layers (DeepStack, Meng et al. 2024).
         image_token_id: token whose places in a prompt take the encoder's output.
         begin_token_id, end_token_id: tokens around an image; None if there are none.
     """
@@ -187,6 +190,8 @@ class VisionConfig:
     rope_theta: float = 0.0
     window_size: int = 0
     full_layers: tuple[int, ...] = ()
+    num_places: int = 0
+    deep_layers: tuple[int, ...] = ()
     begin_token_id: int | None = None
     end_token_id: int | None = None
 
@@ -211,9 +216,19 @@ class VisionConfig:
         return self.num_tokens if self.is_bidirectional else 0
 
     @property
+    def row_width(self) -> int:
+        """Numbers of an output row: an input embedding, and what the language model's first layers add."""
+        return self.out_size * (1 + len(self.deep_layers))
+
+    @property
     def num_merged(self) -> int:
         """Patches of an output row."""
         return self.merge_size**2
+
+    @property
+    def window_edge(self) -> int:
+        """Patches of a window, in rows and in columns; 0 without windows."""
+        return self.window_size // self.merge_size // self.patch_size * self.merge_size
 
     @property
     def max_patches(self) -> int:

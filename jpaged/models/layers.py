@@ -405,6 +405,11 @@ def _fused(norm: Norm | None, x: jax.Array) -> tuple[matmul_module.Norm | None, 
     return before, x if norm is None or before is not None else norm(x)
 
 
+def _fused_gate(activation: Activation) -> matmul_module.Gate | None:
+    """Return the activation by its name in matmul kernels; None if they have none."""
+    return next((gate for gate in matmul_module.GATES if gate == activation), None)
+
+
 class Linear(Module):
     """`norm(x)[T, in] @ kernel[in, *out] + bias[*out]`, accumulated in float32, returned in x's type.
 
@@ -508,6 +513,35 @@ class Linear(Module):
         return matmul_module.loaded()
 
 
+class ActivatedLinear(Linear):
+    """act(x W): `[T, E]` to `[T, F]`."""
+
+    def __init__(
+        self, width: int, inner: int, use_bias: bool, activation: Activation, dtype: np.dtype, rngs: RandomKeys
+    ) -> None:
+        super().__init__(width, (inner,), use_bias, dtype, rngs)
+        self.activation = activation
+
+    def activate(self, y: jax.Array) -> jax.Array:
+        """Apply the activation; the sums are rounded as a separate matmul would round them."""
+        return activate(y.astype(self.kernel.get_value().dtype), self.activation)
+
+    def _multiply(
+        self,
+        kernel: matmul_module.PackedMatrix | lora.AdaptedMatrix,
+        x_te: jax.Array,
+        rows: Rows,
+        norm: Norm | None,
+        residual: jax.Array | None,
+    ) -> jax.Array:
+        y = super()._multiply(kernel, x_te, rows, norm, residual)
+        return activate(y, self.activation) if _fused_gate(self.activation) is None else y
+
+    @property
+    def _kernel(self) -> matmul_module.ProductKernel:
+        return dataclasses.replace(matmul_module.loaded(), activation=_fused_gate(self.activation))
+
+
 class GatedLinear(Linear):
     """act(first half) * second half of a matmul whose kernel is `[E, 2, F]`: `[T, E]` to `[T, F]`."""
 
@@ -537,7 +571,8 @@ class GatedLinear(Linear):
     @property
     def _kernel(self) -> matmul_module.ProductKernel:
         run = matmul_module.loaded()
-        return dataclasses.replace(run, gate="gelu_tanh") if self.activation == "gelu_tanh" else run
+        gate = _fused_gate(self.activation)
+        return run if gate is None else dataclasses.replace(run, gate=gate)
 
 
 class QKVLinear(Linear):

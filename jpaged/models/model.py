@@ -19,11 +19,11 @@ from jpaged.kernels.matmul.quantized import abstract_matrix, component_axes
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
 from jpaged.models.layer_kinds import KVPlace, LayerKind, get_stacks
-from jpaged.models.layers import Attend, Ends, Module, Params, RandomKeys, join_states, split_states
+from jpaged.models.layers import Attend, Ends, Measured, Module, Params, RandomKeys, join_states, split_states
 from jpaged.models.param_specs import EXPERT_AXES, Leaf, LogicalAxes, contracted_axis, is_uniform, leaf_format
 from jpaged.models.registry import find_family
 from jpaged.models.stack import Layer, LayerMode, LayerPlace, can_pipeline, run_layers, run_pipelined
-from jpaged.models.tokens import Rows, TokenBatch
+from jpaged.models.tokens import InputEmbeds, Rows, TokenBatch
 
 ModuleT = TypeVar("ModuleT", bound=Module)
 MatricesOf = Literal["layers", "head", "all"]
@@ -205,7 +205,7 @@ class Model:
         """
         ends, config = self._ends(params), self.config
         x, shared = ends.begin(tokens)
-        layer = self._layer(shared, attend)
+        layer = self._layer(shared, attend, tokens.embeds)
         places = [(0, index) for index in range(config.num_layers)] if kv_places is None else kv_places
         if tokens.num_column_parts > 1:
             halves = _Halves(config, self.dtype, shared, attend)
@@ -254,6 +254,8 @@ class Model:
     def takes_column_parts(self) -> bool:
         """True if tokens may have several column parts: see `TokenBatch`."""
         config = self.config
+        if config.vision is not None and config.vision.deep_layers:
+            return False
         if config.quantization is not None or not can_pipeline(config.layer_kinds):
             return False
         return bool(getattr(_layer_structure(config, self.dtype, config.layer_kinds[0]), "takes_parts", False))
@@ -280,11 +282,17 @@ class Model:
         """Return hidden states `[R, E]` of the last layer after the final norm."""
         return self._ends(params).normed(hidden_re)
 
-    def _layer(self, shared: Any, attend: Attend) -> Layer:
+    def _layer(self, shared: Any, attend: Attend, embeds: InputEmbeds | None = None) -> Layer:
+        vision = self.config.vision
+        has_added = embeds is not None and vision is not None and bool(vision.deep_layers)
+
         def layer(params: Params, x: Any, carry: Any, place: LayerPlace) -> tuple[Any, Any]:
             module: Any = _layer_structure(self.config, self.dtype, place.kind).with_params(params)
             result: tuple[Any, Any] = module(x, shared, attend, carry, place)
-            return result
+            if not has_added or embeds is None:
+                return result
+            added = embeds.add(result[0].x_te, place.index)
+            return Measured.of(added, is_measured=result[0].squares_t is not None), result[1]
 
         return layer
 

@@ -78,13 +78,22 @@ def cos_sin(
     """
     positions_td = positions_t[:, None]
     if axes_3t is not None and rope.sections:
-        positions_td = axes_3t[np.repeat(np.arange(3), rope.sections)].T
+        positions_td = axes_3t[_axes(rope)].T
     angles_td = positions_td.astype(jnp.float32) * _get_frequencies(rope, head_dim, rope_lens_t)
     if rope.kind == "dynamic":
         angles_td = angles_td * _dynamic_stretch(rope, head_dim, rope_lens_t)
     is_rotated_d = np.arange(head_dim // 2) < rope.num_rotated(head_dim) // 2
     scale_d = np.where(is_rotated_d, np.float32(attention_factor(rope)), np.float32(1))
     return jnp.cos(angles_td) * scale_d, jnp.sin(angles_td) * scale_d
+
+
+def _axes(rope: RopeConfig) -> np.ndarray:
+    """Return the axis by whose position each pair rotates: 0 of time, 1 of rows, 2 of columns."""
+    if not rope.has_turns:
+        return np.repeat(np.arange(3), rope.sections)
+    pairs = np.arange(sum(rope.sections))
+    turns = pairs % 3
+    return np.where(pairs < 3 * np.array(rope.sections)[turns], turns, 0)
 
 
 def _get_frequencies(rope: RopeConfig, head_dim: int, rope_lens_t: jax.Array) -> jax.Array:

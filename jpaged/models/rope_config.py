@@ -39,6 +39,7 @@ class RopeConfig:
         long_factor: in longer ones (longrope).
         sections: numbers of pairs that rotate by the position in time, of the row and of the column; empty if all
             rotate by the position.
+        has_turns: the pairs of sections take turns, row after time and column after row, as far as a section goes.
     """
 
     kind: RopeKind = "default"
@@ -57,6 +58,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
+    has_turns: bool = False
 
     def __post_init__(self) -> None:
         if self.kind in _KINDS_WITH_LENGTH and self.original_max_position_embeddings < 1:
@@ -201,6 +203,7 @@ class RopeConfig:
             result["factor"] = self.factor
         if self.sections:
             result["mrope_section"] = list(self.sections)
+            result |= {"mrope_interleaved": True} if self.has_turns else {}
         if self.fraction != 1:
             result["partial_rotary_factor"] = self.fraction
         if self.kind in ("llama3", "yarn", "longrope"):

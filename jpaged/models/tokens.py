@@ -69,7 +69,7 @@ class InputEmbeds:
 
     Attributes:
         is_embed_t: bool `[T]`, the tokens that they replace.
-        values_te: `[T, E]` in the model's type.
+        values_te: `[T, E]` in the model's type; `[T, E (1 + n)]` if the first n layers add some to their outputs.
     """
 
     is_embed_t: jax.Array
@@ -77,7 +77,15 @@ class InputEmbeds:
 
     def replace(self, x_te: jax.Array) -> jax.Array:
         """Return embeddings of tokens, with the given ones in their places."""
-        return jnp.where(self.is_embed_t[:, None], self.values_te.astype(x_te.dtype), x_te)
+        own_te = self.values_te[:, : x_te.shape[1]]
+        return jnp.where(self.is_embed_t[:, None], own_te.astype(x_te.dtype), x_te)
+
+    def add(self, x_te: jax.Array, layer: jax.Array) -> jax.Array:
+        """Return a layer's output, with what it adds in the given places."""
+        width, num_added = x_te.shape[1], self.values_te.shape[1] // x_te.shape[1] - 1
+        start = width * (1 + jnp.minimum(layer, num_added - 1))
+        added_te = jax.lax.dynamic_slice_in_dim(self.values_te, start, width, axis=1).astype(x_te.dtype)
+        return jnp.where(self.is_embed_t[:, None] & (layer < num_added), x_te + added_te, x_te)
 
 
 @jax.tree_util.register_dataclass

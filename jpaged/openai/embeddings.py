@@ -39,6 +39,7 @@ from jpaged.errors import InternalError, InvalidArgument
 from jpaged.json_text import Items
 from jpaged.openai.request import (
     CHAT_FIELDS,
+    LenientBody,
     chat_options_in,
     flag_in,
     messages_in,
@@ -359,13 +360,24 @@ def rerank_job(given: Mapping[str, Any]) -> SimilarityJob:
     """
     body = own_fields("/v1/rerank", given, OF_RERANKING)
     how = _how(body, OF_RERANKING)
-    query, documents = _strings("query", [body.get("query")]), body.get("documents")
+    query, documents = _strings("query", [_text_of_object(body, "query", body.get("query"))]), body.get("documents")
     if isinstance(documents, list):
-        documents = [one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one for one in documents]
+        documents = [_text_of_object(body, "documents", one) for one in documents]
     documents = _strings("documents", documents)
     flag_in(body, "return_documents", default=True)
     top_n, pairs = _count(body, "top_n"), tuple((query[0], one) for one in documents)
     return SimilarityJob(pairs, how, **_pair_fields(body), top_n=top_n or len(pairs), name="query")
+
+
+def _text_of_object(body: Mapping[str, Any], field: str, given: Any) -> Any:
+    """Return the text of an object of Jina's and Cohere's APIs; other values unchanged."""
+    if not isinstance(given, dict) or "text" not in given:
+        return given
+    for name in sorted(given.keys() - {"text"}):
+        if not isinstance(body, LenientBody):
+            raise InvalidArgument(f"{field}.{name[:80]}", "is not supported: only text is")
+        body.ignore(f"{field}.{name}")
+    return given["text"]
 
 
 def _loglikelihood_job(body: Mapping[str, Any]) -> ScoreJob:

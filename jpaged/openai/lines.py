@@ -62,7 +62,7 @@ from jpaged.openai.embeddings import (
     scores_body,
     similarities_body,
 )
-from jpaged.openai.request import Job, chat_job, check_values, completion_job, loaded, renamed, shown
+from jpaged.openai.request import Job, chat_job, completion_job, renamed, shown
 from jpaged.openai.response import (
     MAX_CHARACTER_TOKENS,
     AnswerSize,
@@ -192,7 +192,7 @@ def parse_lines(texts: Sequence[str]) -> list[Line | BadLine]:
 def parse_line(number: int, text: str) -> Line | BadLine:
     """Parse one line of an input file; `number` is the line number."""
     try:
-        value = loaded(f"line {number}", text)
+        value = json_text.load_object(f"line {number}", text)
     except InvalidArgument as error:
         return BadLine(number, None, error)
     return parse_request_line(number, value)
@@ -215,7 +215,7 @@ def _check_line(where: str, value: Mapping[str, Any]) -> None:
         )
     for name in sorted(_LINE_FIELDS - value.keys()):
         raise InvalidArgument(f"{where}: {name}", "is missing")
-    check_values(where, value, f"{where}: ")
+    json_text.check_values(where, value, f"{where}: ")
     if not isinstance(value["custom_id"], str) or not value["custom_id"]:
         raise InvalidArgument(f"{where}: custom_id", f"{shown(value['custom_id'])} is not a non-empty string")
     if value["method"] != "POST":

@@ -16,17 +16,24 @@ and EmbeddingRequest, SGLang's protocol.py and its router, llama.cpp's server an
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from jpaged import json_text
-from jpaged.chat import ChatMessages, ChatOptions, build_chat_options, parse_reasoning, read_message, text_in
+from jpaged.chat import (
+    ChatMessages,
+    ChatOptions,
+    build_chat_options,
+    parse_reasoning,
+    parse_tool_choice,
+    parse_tools,
+    read_message,
+    text_in,
+)
 from jpaged.errors import InvalidArgument, RequestTooLong
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
-from jpaged.types import CompletionOutput, Prompt, SamplingParams
+from jpaged.types import Prompt, SamplingParams
 
 _PLAIN = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template", "documents"),
@@ -37,14 +44,24 @@ CHAT_FIELDS = frozenset(
     {
         *("messages", *_PLAIN),
         *("reasoning", "reasoning_effort", "include_reasoning", "thinking_token_budget"),
+        *("thinking", "enable_thinking", "preserve_thinking", "thinking_budget"),
     }
 )
-"""Fields of a body that are read here. The last three are OpenAI's and vLLM's words for fields of `reasoning`."""
+"""Fields of a body that are read here. The last line has words of the APIs of Qwen, Z.ai and DeepSeek."""
 _OF_REASONING = {
     "reasoning_effort": "effort",
     "include_reasoning": "include",
     "thinking_token_budget": "thinking_token_budget",
+    "thinking_budget": "thinking_token_budget",
 }
+_VARIABLES = ("enable_thinking", "preserve_thinking")
+"""Fields of Qwen's API that are variables of chat templates."""
+_THINKING_TYPES = {"enabled": True, "adaptive": True, "auto": True, "disabled": False}
+_THINKING_FIELDS = ("type", "budget_tokens", "clear_thinking")
+TOOL_FIELDS = ("type", "function")
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+UNREAD_TOOL_FIELDS = frozenset({"cache_control"})
+"""Fields of tools, and of their functions, without an effect."""
 _LONG_FIELDS = ("max_tokens", "min_tokens", "prompt_embeds")
 _UNLIMITED = -1
 """The thinking token budget that vLLM reads as none."""
@@ -70,15 +87,80 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
     given: Any = {name: body.get(name) for name in _PLAIN}
+    given["tools"], given["tool_choice"] = _tools_in(body)
+    given["chat_template_kwargs"] = _variables_in(body)
     options = build_chat_options(**given, reasoning=parse_reasoning(_reasoning_in(body)))
     return replace(options, add_special_tokens=flag_in(body, "add_special_tokens"))
 
 
+def _tools_in(body: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the tools and the tool choice, which may name a part of the tools."""
+    ignore = body.ignore if isinstance(body, LenientBody) else None
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if isinstance(tools, list):
+        tools = [_without_unread("tools", one, TOOL_FIELDS, ignore) for one in tools]
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    where, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
+    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(allowed, Mapping) or not isinstance(listed, list) or not listed:
+        raise InvalidArgument(where, "must be an object of a mode and a list of at least one tool")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise InvalidArgument(f"{where}.mode", f"{shown(allowed.get('mode'))} is not 'auto' or 'required'")
+    parsed, names = parse_tools(tools), set[str | None]()
+    for i, one in enumerate(listed):
+        if not isinstance(one, Mapping):
+            raise InvalidArgument(f"{where}.tools[{i}]", "must be an object")
+        names.add(parse_tool_choice(one, parsed, path=f"{where}.tools[{i}]").name)
+    return [tool for tool in parsed if tool.name in names], allowed["mode"]
+
+
+def _without_unread(where: str, tool: Any, known: tuple[str, ...], ignore: Callable[[str], None] | None) -> Any:
+    """Return a tool without fields that have no effect, and without unknown ones if `ignore` notes them."""
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        return tool
+    kept = {name: one for name, one in tool.items() if name in known}
+    for name, one in tool.items():
+        if name in known or name in UNREAD_TOOL_FIELDS:
+            continue
+        if ignore is None:
+            kept[name] = one  # an error where the tool is read
+        elif one is not None:
+            ignore(f"{where}.{name}")
+    if isinstance(function := kept.get("function"), Mapping):
+        kept["function"] = _without_unread(f"{where}.function", {**function}, FUNCTION_FIELDS, ignore)
+    return kept
+
+
+def _variables_in(body: Mapping[str, Any]) -> Any:
+    """Return the variables of the chat template: those of `thinking`, of fields of their name, and the body's own."""
+    given, thinking, found = body.get("chat_template_kwargs"), object_in(body, "thinking"), dict[str, bool]()
+    if thinking:
+        for name in thinking.keys() - {*_THINKING_FIELDS}:
+            raise InvalidArgument(f"thinking.{name[:_MAX_SHOWN]}", f"is not one of {', '.join(_THINKING_FIELDS)}")
+        kind = thinking.get("type")
+        if not isinstance(kind, str) or kind not in _THINKING_TYPES:
+            raise InvalidArgument("thinking.type", f"{shown(kind)} is not one of {', '.join(_THINKING_TYPES)}")
+        found |= thinking_kwargs(is_on=_THINKING_TYPES[kind])
+        if "clear_thinking" in thinking:
+            found["clear_thinking"] = flag_in(thinking, "clear_thinking")
+    found |= {name: flag_in(body, name) for name in _VARIABLES if name in body}
+    return {**found, **(given or {})} if found and isinstance(given, Mapping | None) else given
+
+
+def thinking_kwargs(*, is_on: bool | None = None, is_kept: bool | None = None) -> dict[str, bool]:
+    """Return variables that switch thinking, and keep that of earlier turns; templates without them ignore them."""
+    found = {} if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
+    return found if is_kept is None else {**found, "preserve_thinking": is_kept, "clear_thinking": not is_kept}
+
+
 def _reasoning_in(body: Mapping[str, Any]) -> Any:
     others = {key: body[name] for name, key in _OF_REASONING.items() if name in body}
+    if (budget := object_in(body, "thinking").get("budget_tokens")) is not None:
+        others.setdefault("thinking_token_budget", budget)
     if others.get("thinking_token_budget") == _UNLIMITED:
         others["thinking_token_budget"] = None
-    value = body.get("reasoning")
+    value = _in_our_words(body.get("reasoning"))
     if not others:
         return value
     if value is not None and not isinstance(value, Mapping):
@@ -89,25 +171,18 @@ def _reasoning_in(body: Mapping[str, Any]) -> Any:
     return {**(value or {}), **others}
 
 
-def reasoning_fields(text: str) -> dict[str, str]:
-    """Return the fields of reasoning in a message: DeepSeek's and SGLang's name, and vLLM's."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
-    """Return an answer as a message: without content if it only calls tools, and with `reasoning` null if it has none.
-
-    Args:
-        echoed: text before the answer's.
-    """
-    text = echoed + output.text
-    message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}
-    if output.reasoning_content:
-        message |= reasoning_fields(output.reasoning_content)
-    if output.tool_calls:
-        message["content"] = text or None
-        message["tool_calls"] = [call.as_json() for call in output.tool_calls]
-    return message
+def _in_our_words(reasoning: Any) -> Any:
+    """Return the options of reasoning, with OpenRouter's `exclude` and `max_tokens` under the names here."""
+    if not isinstance(reasoning, Mapping):
+        return reasoning
+    found = {name: one for name, one in reasoning.items() if name not in ("exclude", "max_tokens")}
+    if reasoning.get("max_tokens") is not None:
+        found.setdefault("thinking_token_budget", reasoning["max_tokens"])
+    if (exclude := reasoning.get("exclude")) is not None:
+        if not isinstance(exclude, bool):
+            raise InvalidArgument("reasoning.exclude", f"{shown(exclude)} is not true or false")
+        found.setdefault("include", not exclude)
+    return found
 
 
 _MAX_SHOWN = 80
@@ -157,7 +232,7 @@ _OFF, _ON = only(False), only(True)
 OPENAI: Mapping[str, Neutral] = {
     "store": hint(bool),
     "metadata": hint(dict),
-    "service_tier": only("auto", "default", "flex", "scale", "priority"),
+    "service_tier": hint(str),
     "safety_identifier": hint(str),
     "user": hint(str),
     "prompt_cache_key": hint(str),
@@ -176,6 +251,7 @@ OPENAI: Mapping[str, Neutral] = {
     "web_search_options": never("the server cannot search the web"),
     "moderation": never("the server does not moderate texts"),
 }
+_CHECKPOINT_DECIDES = "the checkpoint decides how images are prepared"
 VLLM: Mapping[str, Neutral] = {
     "use_beam_search": only(False, advice="use beam_width"),
     "spaces_between_special_tokens": hint(bool),
@@ -197,8 +273,9 @@ VLLM: Mapping[str, Neutral] = {
     "watermarking": _OFF,
     "documents": only([]),
     "chat_template_kwargs": only({}),
-    "media_io_kwargs": hint(dict),
-    "mm_processor_kwargs": hint(dict),
+    "media_io_kwargs": only({}, advice=_CHECKPOINT_DECIDES),
+    "mm_processor_kwargs": only({}, advice=_CHECKPOINT_DECIDES),
+    "multi_modal_data": only({}, advice="send images in messages, to /v1/chat/completions"),
     "kv_transfer_params": only({}),
     "ec_transfer_params": only({}),
     "vllm_xargs": only({}),
@@ -284,6 +361,9 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
         "conversation": never("conversations are not stored: use `previous_response_id`, or send all items in `input`"),
         "prompt": never("prompt templates are not stored: send `instructions` and `input`"),
         "client_metadata": hint(dict),
+        "access_programs": hint(dict),
+        "background_options": hint(dict),
+        "image": hint(dict),
         "max_tool_calls": hint(int),
         "context_management": only([], advice="remove items from `input`"),
         "n": only(1, advice=_ONE_ANSWER),
@@ -299,7 +379,6 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     },
     "/v1/messages": {
         "cache_control": hint(dict),
-        "service_tier": only("auto", "standard_only"),
         "speed": only("standard", "fast"),
         "inference_geo": hint(str),
         "diagnostics": hint(dict),
@@ -343,6 +422,8 @@ OF_PATH: Mapping[str, Mapping[str, Neutral]] = {
     "/v1/rerank": {
         **_OF_TEXTS,
         "instruction": only("", advice="write it into the query"),
+        "rank_fields": only([], ["text"], advice="documents are ranked by their text"),
+        "max_chunks_per_doc": hint(int),
     },
     "/tokenize": {},
     "/detokenize": {},
@@ -426,25 +507,11 @@ def _problem(row: Neutral, value: Any) -> str:
     return f"is not supported{advice}"
 
 
-MAX_DEPTH = 64
 MAX_PROMPTS = 1024
 """Prompts of one body of completions."""
 MAX_USER_CHARS = 512
 _MAX_ID_DIGITS = 10
 """Digits of 2**32 - 1, above which no message has a token id."""
-_REPLACED = (
-    "messages.tool_calls.function.arguments",
-    "messages.tool_calls.function.name",
-    "input.arguments",
-    "input.input",
-    "input.name",
-)
-"""Texts that a model wrote in an earlier answer: unpaired surrogates in them are replaced, not rejected."""
-_INPUTS = "messages.content.input."
-"""Beginning of the paths of texts that a model wrote as the input of a tool, which are treated in the same way."""
-_MAX_PATH = 200
-"""Maximum characters of a value's path in errors; names in it are the caller's."""
-
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -538,66 +605,6 @@ class Job:
     def echoes_text(self, number: int) -> bool:
         """Return True if an echo of a prompt is the text that the caller sent, not decoded from tokens."""
         return self.prompts[number].text is not None and self.sampling.truncate_prompt_tokens is None
-
-
-class PlainBody(dict[str, Any]):
-    """A JSON object without anything that `check_values` refuses, as its reader has found."""
-
-
-def loaded(where: str, text: str | bytes) -> dict[str, Any]:
-    """Read the JSON object that a text holds.
-
-    Raises:
-        InvalidArgument: it holds none; names `where`.
-    """
-    if (plain := json_text.loads_plain(text, MAX_DEPTH)) is not None:
-        return PlainBody(plain)
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}") from error
-    except ValueError as error:  # JSONDecodeError, bytes that are no UTF-8, and integers of thousands of digits
-        raise InvalidArgument(where, f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(where, "is not a JSON object")
-    return value
-
-
-def check_values(where: str, value: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse what JSON can write and a message cannot carry: deep nesting, huge numbers, halves of characters.
-
-    Args:
-        where: what errors call the whole.
-        prefix: prefix of field names in errors.
-    """
-    if isinstance(value, PlainBody):
-        return
-    for name in value:
-        _check_text(where, name)
-    waiting: list[tuple[str, Any, int]] = [(f"{prefix}{name}"[:_MAX_PATH], item, 1) for name, item in value.items()]
-    while waiting:
-        path, item, depth = waiting.pop()
-        if isinstance(item, dict | list):
-            if depth == MAX_DEPTH:
-                raise InvalidArgument(where, f"is nested deeper than the limit of {MAX_DEPTH}")
-            inside = item.items() if isinstance(item, dict) else ((path, one) for one in item)
-            for name, one in inside:
-                if isinstance(item, dict):
-                    _check_text(path, name)
-                inner = f"{path}.{name}"[:_MAX_PATH] if isinstance(item, dict) else path
-                waiting.append((inner, one, depth + 1))
-        elif isinstance(item, str):
-            if not path.endswith(_REPLACED) and not path.startswith(_INPUTS):
-                _check_text(path, item)
-        elif isinstance(item, int | float) and not abs(item) < 2**64:
-            raise InvalidArgument(path, f"{str(item)[:40]} is not a finite number of 64 bits at most")
-
-
-def _check_text(path: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(path, f"has {text[error.start]!a}, half of a surrogate pair, at {error.start}") from error
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -721,6 +728,9 @@ def _streaming(body: Mapping[str, Any]) -> Streaming | None:
     known = {one.name for one in fields(Streaming)}
     for name, value in options.items():
         if name not in known and name != "include_obfuscation":
+            if isinstance(body, LenientBody):
+                body.ignore(f"stream_options.{name}")
+                continue
             raise InvalidArgument(
                 f"stream_options.{name[:_MAX_SHOWN]}", f"is unknown: must be one of {', '.join(sorted(known))}"
             )
@@ -853,22 +863,6 @@ def name_in(body: Mapping[str, Any], field: str) -> str | None:
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(field, f"{shown(name)} is not a string")
     return name
-
-
-def adapter_in(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a body of /v1/load_lora_adapter, or of /v1/unload_lora_adapter.
-
-    Raises:
-        InvalidArgument: a field is missing, empty, or cannot be honored.
-    """
-    loads = path == "/v1/load_lora_adapter"
-    names = ("lora_name", "lora_path") if loads else ("lora_name",)
-    body = own_fields(path, given, (*names, "load_inplace") if loads else names)
-    found: dict[str, Any] = {name: name_in(body, name) or "" for name in names}
-    for name, value in found.items():
-        if not value:
-            raise InvalidArgument(name, "is missing or empty")
-    return {**found, "load_inplace": flag_in(body, "load_inplace")} if loads else found
 
 
 def truncation_side_in(body: Mapping[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from jpaged import json_text
 from jpaged.chat import ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
-from jpaged.openai.request import Job, Streaming, build_message, reasoning_fields
+from jpaged.openai.request import Job, Streaming
 from jpaged.types import (
     CompletionOutput,
     FinishReason,
@@ -41,6 +41,27 @@ from jpaged.types import (
     Usage,
     WeightVersionRun,
 )
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return the fields of reasoning in a message: DeepSeek's and SGLang's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
+    """Return an answer as a message: without content if it only calls tools, and with `reasoning` null if it has none.
+
+    Args:
+        echoed: text before the answer's.
+    """
+    text = echoed + output.text
+    message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}
+    if output.reasoning_content:
+        message |= reasoning_fields(output.reasoning_content)
+    if output.tool_calls:
+        message["content"] = text or None
+        message["tool_calls"] = [call.as_json() for call in output.tool_calls]
+    return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,23 +33,24 @@ from jpaged.openai.request import LenientBody
 
 _MAX_SHOWN = 80
 _MAX_WARNINGS = 16
-_ECHOED = frozenset({"id", "status", "phase"})
-"""Fields of output items that identify them and give their status; ignored."""
+UNREAD_ITEM_FIELDS = frozenset({"id", "status", "phase", "end_turn", "caller", "async"})
+"""Fields of items that identify them, give their status, or name the caller of a tool; ignored."""
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_PART_FIELDS = frozenset({"type", "text", "refusal", "annotations", "logprobs", "parsed"})
-_ITEM_FIELDS: Mapping[str, frozenset[str]] = {
+PART_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+UNREAD_PART_FIELDS = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+PART_FIELDS = frozenset({"type", "text", "refusal"}) | UNREAD_PART_FIELDS
+ITEM_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "role", "content", "name"}),
     "reasoning": frozenset({"type", "summary", "content", "encrypted_content"}),
     "function_call": frozenset({"type", "call_id", "name", "namespace", "arguments", "parsed_arguments"}),
-    "function_call_output": frozenset({"type", "call_id", "output"}),
+    "function_call_output": frozenset({"type", "call_id", "name", "namespace", "output"}),
     "custom_tool_call": frozenset({"type", "call_id", "name", "namespace", "input"}),
     "custom_tool_call_output": frozenset({"type", "call_id", "name", "output"}),
     "additional_tools": frozenset({"type", "role", "tools"}),
     "agent_message": frozenset({"type", "author", "recipient", "content"}),
 }
-"""Fields of each type of item that is read, in addition to `_ECHOED`."""
-_HOSTED_ITEMS = frozenset(
+"""Fields of each type of item that is read, in addition to `UNREAD_ITEM_FIELDS`."""
+HOSTED_ITEMS = frozenset(
     {
         *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
         *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
@@ -139,9 +140,14 @@ class ClientTool:
 
 
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
-_FUNCTION_FIELDS = frozenset({"type", *_TOOL_FIELDS})
-_CUSTOM_FIELDS = frozenset({"type", "name", "description", "format"})
-_NAMESPACE_FIELDS = frozenset({"type", "name", "description", "tools"})
+UNREAD_TOOL_FIELDS = frozenset({"async", "defer_loading", "output_schema"})
+"""Fields of tools without an effect: the prompt lists every tool, and the client runs it."""
+TOOL_FIELDS: Mapping[str, frozenset[str]] = {
+    "function": frozenset({"type", "allowed_callers", *_TOOL_FIELDS}) | UNREAD_TOOL_FIELDS,
+    "custom": frozenset({"type", "name", "description", "format", "allowed_callers"}) | UNREAD_TOOL_FIELDS,
+    "namespace": frozenset({"type", "name", "description", "tools"}),
+}
+"""Fields of each type of tool that the client runs."""
 _CUSTOM_INPUT = "input"
 """Name of the only argument of a custom tool's function."""
 _SEPARATOR = "__"
@@ -177,16 +183,18 @@ class ResponseTools:
         kind = given.get("type") if isinstance(given, dict) else None
         if not isinstance(kind, str):
             raise InvalidArgument(where, "must be an object with a type")
-        if kind == "function":
-            self._policy.check(where, given, _FUNCTION_FIELDS)
+        callers = given.get("allowed_callers")
+        if kind in TOOL_FIELDS:
+            self._policy.check(where, given, TOOL_FIELDS[kind])
+        if isinstance(callers, list) and callers and "direct" not in callers:
+            self.warn(f"{where}: a tool is ignored whose allowed_callers have no 'direct': the server runs no programs")
+        elif kind == "function":
             function = {name: given[name] for name in _TOOL_FIELDS if name in given}
             self._add_function(where, function, ClientTool(given.get("name", ""), namespace), replaces=replaces)
         elif kind == "custom":
-            self._policy.check(where, given, _CUSTOM_FIELDS)
             tool = ClientTool(given.get("name", ""), namespace, is_custom=True)
             self._add_function(where, self._function_of_custom(where, given), tool, replaces=replaces)
         elif kind == "namespace" and namespace is None:
-            self._policy.check(where, given, _NAMESPACE_FIELDS)
             name = _string(where, given, "name")
             for i, one in enumerate(_list(where, given, "tools")):
                 self.add(f"{where}.tools[{i}]", one, name, replaces=replaces)
@@ -319,13 +327,13 @@ class ItemConverter:
             self.items.append(found)
             self.add_stored([found])
             return
-        if isinstance(kind, str) and kind in _HOSTED_ITEMS:
+        if isinstance(kind, str) and kind in HOSTED_ITEMS:
             self._tools.warn(f"{where}: an item of type {kind!a} is ignored: it is of a tool that the server lacks")
             return
-        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
+        if not isinstance(kind, str) or kind not in ITEM_FIELDS:
             shown = f"{str(kind)[:_MAX_SHOWN]!r} is not supported"
-            raise InvalidArgument(f"{where}.type", f"{shown}: must be one of {', '.join(_ITEM_FIELDS)}")
-        self._policy.check(where, item, _ITEM_FIELDS[kind] | _ECHOED)
+            raise InvalidArgument(f"{where}.type", f"{shown}: must be one of {', '.join(ITEM_FIELDS)}")
+        self._policy.check(where, item, ITEM_FIELDS[kind] | UNREAD_ITEM_FIELDS)
         if kind == "reasoning":
             self._thought.append(self._reasoning_text(where, item))
             return
@@ -392,12 +400,12 @@ class ItemConverter:
             if kind == "input_image":
                 texts.append(read_parts(where, role, [part], start=j))
                 continue
-            text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+            text = part.get(PART_TEXTS[kind]) if isinstance(kind, str) and kind in PART_TEXTS else None
             if not isinstance(text, str):
                 shown = f"{str(kind)[:_MAX_SHOWN]!r}" if isinstance(part, dict) else "a part that is not an object"
                 problem = f"{shown} is not a text part: only text and input_image are supported"
                 raise InvalidArgument(f"{where}[{j}]", problem)
-            self._policy.check(f"{where}[{j}]", part, _PART_FIELDS)
+            self._policy.check(f"{where}[{j}]", part, PART_FIELDS)
             texts.append(text)
         return join_contents(texts)
 

@@ -28,7 +28,7 @@ from jpaged import json_text
 from jpaged.chat import ChatMessages, ToolCall, ToolCallPiece, join_contents
 from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, TryLater
 from jpaged.json_text import Items
-from jpaged.openai.request import OF_CHATS, Job, chat_job, flag_in, list_in, object_in, own_fields
+from jpaged.openai.request import OF_CHATS, Job, chat_job, flag_in, list_in, object_in, own_fields, thinking_kwargs
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.openai.response_input import (
     ClientTool,
@@ -49,15 +49,19 @@ LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests the log-probabilities of the text."""
 ENCRYPTED = "reasoning.encrypted_content"
 """Value of `include` that requests the reasoning as opaque content, which clients send back."""
-_ABSENT = (
+ABSENT = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("code_interpreter_call.outputs", "message.input_image.image_url", "computer_call_output.output.image_url"),
 )
 """Values of `include` for items of kinds that answers do not have."""
 _SUMMARIES = ("auto", "concise", "detailed", "none")
-_SUMMARY_FIELDS = frozenset({"summary", "generate_summary"})
-_REASONING_FIELDS = frozenset({"effort", "enabled", "thinking_token_budget", "include", *_SUMMARY_FIELDS})
-_TEXT_FIELDS = frozenset({"format", "verbosity"})
+SUMMARY_FIELDS = frozenset({"summary", "generate_summary"})
+_MODES = frozenset({"context", "mode"})
+REASONING_FIELDS = frozenset({"effort", "enabled", "thinking_token_budget", "include", *SUMMARY_FIELDS, *_MODES})
+_CONTEXTS = {"auto": None, "all_turns": True, "current_turn": False}
+"""Values of `reasoning.context`: keep the reasoning of earlier turns, drop it, or leave it to the chat template."""
+TEXT_FIELDS = frozenset({"format", "verbosity"})
+_STREAM_FIELDS = frozenset({"include_obfuscation", "include_usage", "continuous_usage_stats"})
 _REPEATED = ("prompt_cache_key", "safety_identifier", "max_tool_calls")
 """Fields without an effect that the answer repeats."""
 MAX_METADATA = 16
@@ -194,11 +198,12 @@ def parse_responses_request(
         "messages": conversation.end(),
         "max_completion_tokens": body.get("max_output_tokens"),
         "stream": body.get("stream"),
-        "stream_options": _stream_options(body),
+        "stream_options": _stream_options(body, policy),
         "tool_choice": _tool_choice(body.get("tool_choice"), tools),
         "tools": tools.functions or None,
         "response_format": _response_format(text_format),
-        "reasoning": {name: one for name, one in reasoning.items() if name not in _SUMMARY_FIELDS} or None,
+        "reasoning": {name: one for name, one in reasoning.items() if name not in SUMMARY_FIELDS | _MODES} or None,
+        "chat_template_kwargs": _template_kwargs(reasoning, body.get("chat_template_kwargs")),
         **_logprobs(body, included),
     }
     try:
@@ -253,17 +258,18 @@ def _echoed_text(text: Mapping[str, Any], text_format: Mapping[str, Any]) -> dic
     return {"format": text_format, **verbosity}
 
 
-def _stream_options(body: Mapping[str, Any]) -> dict[str, Any]:
+def _stream_options(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
     """Return the stream options for a chat: a response ends with its usage in any case."""
     options = object_in(body, "stream_options")
+    policy.check("stream_options", options, _STREAM_FIELDS)
     for name in ("include_usage", "continuous_usage_stats"):
         if options.get(name) not in (None, False):
             raise InvalidArgument(f"stream_options.{name}", "is not supported: a response ends with its usage")
-    return options
+    return {name: value for name, value in options.items() if name in _STREAM_FIELDS}
 
 
 def _text_format(text: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
-    policy.check("text", text, _TEXT_FIELDS)
+    policy.check("text", text, TEXT_FIELDS)
     verbosity = text.get("verbosity", "medium")
     if verbosity not in ("low", "medium", "high"):
         raise InvalidArgument("text.verbosity", f"{str(verbosity)[:_MAX_SHOWN]!r} is not one of low, medium, high")
@@ -319,18 +325,32 @@ def _chosen_name(where: str, given: Mapping[str, Any]) -> Any:
 def _reasoning_in(body: Mapping[str, Any], policy: FieldPolicy) -> dict[str, Any]:
     """Return the reasoning options. A summary is never written: items of reasoning have the full text."""
     given = object_in(body, "reasoning")
-    policy.check("reasoning", given, _REASONING_FIELDS)
-    for name in sorted(_SUMMARY_FIELDS):
+    policy.check("reasoning", given, REASONING_FIELDS)
+    for name in sorted(SUMMARY_FIELDS):
         if given.get(name, "auto") not in _SUMMARIES:
             shown = str(given[name])[:_MAX_SHOWN]
             raise InvalidArgument(f"reasoning.{name}", f"{shown!r} is not one of {', '.join(_SUMMARIES)}")
-    return {name: value for name, value in given.items() if name in _REASONING_FIELDS}
+    if given.get("mode", "standard") != "standard":
+        raise InvalidArgument(
+            "reasoning.mode", f"{str(given['mode'])[:_MAX_SHOWN]!r} is not supported, only 'standard'"
+        )
+    context = given.get("context", "auto")
+    if not isinstance(context, str) or context not in _CONTEXTS:
+        shown = str(context)[:_MAX_SHOWN]
+        raise InvalidArgument("reasoning.context", f"{shown!r} is not one of {', '.join(_CONTEXTS)}")
+    return {name: value for name, value in given.items() if name in REASONING_FIELDS}
+
+
+def _template_kwargs(reasoning: Mapping[str, Any], given: Any) -> Any:
+    """Return the variables of the chat template: those of the body, and those of `reasoning.context`."""
+    found = thinking_kwargs(is_kept=_CONTEXTS[reasoning.get("context", "auto")])
+    return {**found, **(given or {})} if found and isinstance(given, Mapping | None) else given
 
 
 def _included(body: Mapping[str, Any]) -> list[Any]:
     included = list_in(body, "include")
     for one in included:
-        if one not in (LOGPROBS, ENCRYPTED, *_ABSENT):
+        if one not in (LOGPROBS, ENCRYPTED, *ABSENT):
             known = f"only {LOGPROBS!r} and {ENCRYPTED!r} are"
             raise InvalidArgument("include", f"{str(one)[:_MAX_SHOWN]!r} is not supported: {known}")
     return included

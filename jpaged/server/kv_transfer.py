@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import unquote
 
 from google.protobuf.message import Message
 from grpc import aio
@@ -174,6 +175,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     request.data_protocol,
                     request.block_size,
                     has_same_layout,
+                    _get_host(context.peer()),
                 ),
             )
             async with self._service.generate(call) as generation:
@@ -202,6 +204,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         await context.write(prefill_pb2.PrefillResponse(pieces=build_pieces(part)))
         except TimeoutError:  # the caller computes the blocks that were not sent
             model.role_counts.add(num_holds_expired=1)
+
+
+def _get_host(peer: str) -> str:
+    """Return the numeric address of gRPC's `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`; "" for others."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
 @dataclass(slots=True)

@@ -489,6 +489,7 @@ class RemotePrefillRequest:
         data_protocol: of the caller's data port; "" for none.
         block_size: tokens of a block there.
         has_same_layout: blocks are interchangeable, so they may be sent as pieces; otherwise they are only offered.
+        host: numeric address of the caller.
     """
 
     cache_tenant: str
@@ -497,6 +498,7 @@ class RemotePrefillRequest:
     data_protocol: str = ""
     block_size: int = 0
     has_same_layout: bool = True
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

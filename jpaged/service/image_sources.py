@@ -23,6 +23,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
@@ -36,6 +37,8 @@ MAX_REDIRECTS = 3
 _MAX_URL_CHARS = 4096
 _SHOWN_CHARS = 80
 _READ_BYTES = 1 << 16
+_PART_CHARS = 1 << 18
+"""Characters that are decoded without interruption, in about 1 ms; all of 64 MiB would delay other threads by 1 s."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _ANY_DOMAIN = "*"
 _UNSAFE = re.compile(r"[\x00-\x20\x7f-\U0010ffff\\]")
@@ -146,7 +149,7 @@ class ImageSources:
     def _fetch_once(self, field: str, url: str, end_s: float) -> tuple[bytes, str | None]:
         """Return the content of a URL, or the URL of the redirect."""
         parts, host, port = self._check_url(field, url)
-        addresses = self._resolve(host, port)
+        addresses = _call_until(end_s, lambda: self._resolve(host, port))
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise InvalidArgument(field, f"{host!r} has an address that is not public, to which no request is sent")
         connection = _CheckedConnection(host, port, addresses, end_s, self._context(parts.scheme))
@@ -267,6 +270,20 @@ class _CheckedConnection(http.client.HTTPConnection):
         raise failure
 
 
+def _call_until(end_s: float, call: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Return the result of a call that cannot be interrupted; raise TimeoutError if it does not return in time."""
+    done: Future[Sequence[str]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="jpaged-lookup", daemon=True).start()
+    return done.result(max(end_s - time.monotonic(), 0))
+
+
 @contextlib.contextmanager
 def _closing_at(end_s: float, connection: _CheckedConnection) -> Iterator[None]:
     """Shut a connection down at a time, so that a server cannot hold it open with a byte now and then."""
@@ -294,30 +311,57 @@ def read_data_uri(field: str, uri: str) -> bytes:
     head, comma, text = uri.partition(",")
     if not comma:
         raise InvalidArgument(field, "is a data URI without a comma before its content")
-    if not head.lower().rstrip().endswith(";base64"):
-        return unquote_to_bytes(text)
-    return read_base64(field, unquote(text) if "%" in text else text)
+    if head.lower().rstrip().endswith(";base64"):
+        return read_base64(field, text, is_quoted="%" in text)
+    if len(text) > 3 * MAX_FILE_BYTES:
+        _refuse_size(field, len(text) // 3)
+    return b"".join(map(unquote_to_bytes, _split(text, is_quoted=True)))
 
 
-def read_base64(field: str, text: str) -> bytes:
+def read_base64(field: str, text: str, *, is_quoted: bool = False) -> bytes:
     """Return the content of a base64 text, of either alphabet; whitespace and missing padding are accepted.
+
+    Args:
+        is_quoted: characters may be written as %XX.
 
     Raises:
         InvalidArgument: it is not base64, or empty.
     """
-    if len(text) * 3 // 4 > MAX_FILE_BYTES * 2:
+    if len(text) * 3 // 4 > MAX_FILE_BYTES * (4 if is_quoted else 2):
         _refuse_size(field, len(text) * 3 // 4)
+    content, rest = list[bytes](), ""
     try:
-        text = text if _SPACE.search(text) is None else _SPACE.sub("", text)
-        if "-" in text or "_" in text:
-            text = text.translate({ord("-"): "+", ord("_"): "/"})
-        text = text.rstrip("=")
-        content = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+        for part in _split(text.strip(), is_quoted=is_quoted):
+            rest += _SPACE.sub("", unquote(part) if is_quoted else part)
+            size = (len(rest) - 1) // 4 * 4  # the last characters may be padding
+            content.append(_decode_base64(rest[:size]))
+            rest = rest[size:]
+        rest = rest.rstrip("=")
+        content.append(_decode_base64(rest + "=" * (-len(rest) % 4), is_padded=True))
     except (binascii.Error, ValueError) as error:
         raise InvalidArgument(field, f"is not base64: {error}") from error
-    if not content:
+    if not any(content):
         raise InvalidArgument(field, "is empty: a picture is needed")
-    return content
+    return b"".join(content)
+
+
+def _split(text: str, *, is_quoted: bool) -> Iterator[str]:
+    """Yield a text in parts, after each of which other threads may run; parts end between two characters as %XX."""
+    start = 0
+    while start < len(text):
+        end = start + _PART_CHARS
+        if is_quoted and end < len(text) and (begin := text.rfind("%", end - 2, end)) > start:
+            end = begin
+        yield text[start:end]
+        start = end
+
+
+def _decode_base64(text: str, *, is_padded: bool = False) -> bytes:
+    if not is_padded and "=" in text:
+        raise ValueError("padding before the end")
+    if "-" in text or "_" in text:
+        text = text.translate({ord("-"): "+", ord("_"): "/"})
+    return base64.b64decode(text, validate=True)
 
 
 def _refuse_size(field: str, num_bytes: int) -> None:

@@ -46,6 +46,8 @@ CPU_S = 15.0
 """Processor time for one picture; one of MAX_PIXELS takes up to 2 s."""
 _MEMORY_BYTES = 2 << 30
 _ANSWER_TIMEOUT_S = 120.0
+_NICENESS = 10
+"""Priority of children: a core that has both to decode and to generate generates nine tenths of the time."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Names of Pillow's readers. TIFF, which has many decoders of its own, is left out."""
 _PLUGINS = {"WEBP": "WebP"}
@@ -321,5 +323,6 @@ def _limit_memory() -> None:
 if __name__ == "__main__":
     with contextlib.suppress(OSError, ValueError):
         _limit_memory()
+    os.nice(_NICENESS)
     with socket.socket(fileno=os.dup(0)) as _connection:
         _serve(_connection)

@@ -21,6 +21,8 @@ Host memory keeps the matrices of the `max_in_memory` adapters that were used la
 That is a safetensors file. The model checks names, shapes and types when the header is complete, before memory for the
 data is allocated: that of the model's tensors, and of those that it ignores, such as rotary frequencies.
 
+`Admission` submits the requests of calls in the caller's process, each of which is a `SubmittedCall`.
+
 `RoleCounts` counts what servers of a role do. The event loop updates it; any thread may read it.
 """
 
@@ -33,8 +35,8 @@ import math
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,12 +59,16 @@ from jpaged.server_load import EngineLoad, RoleLoad
 from jpaged.service.calls import require_name
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.structured_output.compiler import ServedGrammars
+from jpaged.service.tokenizer import HuggingFaceTokenizer
 from jpaged.types import (
     Adapter,
+    FinishReason,
     LoadedAdapter,
     ModelInfo,
+    OutputEvent,
     Pooling,
     Request,
+    SequenceFinish,
     require_whole_characters,
 )
 
@@ -425,6 +431,15 @@ class RoleCounts:
         """Count a prompt that the rule assigns to this server."""
         self.num_here[reason] += 1
 
+    def note_slow_transfer(self, num_tokens: int, transfer_s: float, compute_s: float) -> None:
+        """Count a prompt that is computed here because its transfer would take longer; log at a limited rate."""
+        self.here("slower")
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s.get("slower", 0.0):
+            self._quiet_until_s["slower"] = now_s + _QUIET_S
+            what = "prompt of %d tokens computed locally (%d so far): %.1f ms, next to %.1f ms to transfer its blocks"
+            _LOG.info(what, num_tokens, self.num_here["slower"], compute_s * 1e3, transfer_s * 1e3)
+
     def failed(self, reason: str, error: BaseException) -> None:
         """Count a prompt that is (partly) computed here after a failure; log each reason at a limited rate."""
         self.num_failed[reason] += 1
@@ -702,6 +717,8 @@ class LoadedModel:
             vision.processor, vision.encoder, config.media, engine.geometry, lambda: engine.weight_version
         )
         self.input_processor.set_images(images)
+        if isinstance(self.tokenizer, HuggingFaceTokenizer):
+            self.tokenizer.set_placeholder(vision.processor.placeholder_id)
         limits = images.limits
         model = dataclasses.replace(self.model, max_images=limits.max_images, max_image_pixels=limits.max_pixels)
         if config.server.max_request_size == ServerOptions().max_request_size:
@@ -712,3 +729,94 @@ class LoadedModel:
     def names(self) -> tuple[str, ...]:
         """Names that requests may use for the model; the first one is its own."""
         return (self.model.name, *self.model.aliases)
+
+
+class SubmittedCall:
+    """The requests of one call.
+
+    Attributes:
+        waiting: requests that are not submitted yet.
+        running: ids of the requests in the engine.
+        put: receives the events of the requests, on the engine thread.
+    """
+
+    __slots__ = ("put", "running", "waiting")
+
+    def __init__(self, requests: Sequence[Request], put: OutputCallback) -> None:
+        self.waiting = deque(requests)
+        self.running: set[str] = set()
+        self.put = put
+
+
+class Admission:
+    """Submits the requests of concurrent calls as the engine has capacity, one of each call in turn.
+
+    Requests are submitted on the engine thread: all requests of a call are there before the next step begins.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._calls: deque[SubmittedCall] = deque()
+        self.is_paused = False
+
+    def pause(self) -> None:
+        """Submit no further request until `resume`."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Submit the requests that wait, and later ones."""
+        self.is_paused = False
+        self._wake()
+
+    def add(self, call: SubmittedCall) -> None:
+        """Queue a call; each request ends in exactly one event with `is_last`."""
+        with self._lock:
+            self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._engine.call_soon(self._fill).cancelled():
+            self._fill()  # the engine has ended, so every request is refused individually
+
+    def remove(self, call: SubmittedCall) -> None:
+        """Abort the requests of an abandoned call; their slots are free by the next step."""
+        with self._lock:
+            call.waiting.clear()
+            running = list(call.running)
+        for request_id in running:
+            self._engine.abort(request_id)
+
+    def withdraw(self, call: SubmittedCall) -> None:
+        """End the requests of a call that are not submitted yet, as aborted."""
+        with self._lock:
+            waiting = list(call.waiting)
+            call.waiting.clear()
+        for request in waiting:
+            finish = SequenceFinish(FinishReason.ABORT)
+            call.put(OutputEvent(request.request_id, finish=finish, is_last=True))
+
+    def _fill(self) -> None:
+        with self._lock:
+            while self._calls and not self._engine.is_full and not self.is_paused:
+                call = self._calls.popleft()
+                if call.waiting:
+                    self._submit(call, call.waiting.popleft())
+                if call.waiting:
+                    self._calls.append(call)
+
+    def _submit(self, call: SubmittedCall, request: Request) -> None:
+        def take(event: OutputEvent) -> None:
+            call.put(event)
+            if event.is_last:
+                with self._lock:
+                    call.running.discard(event.request_id)
+                if self._calls:
+                    self._fill()
+
+        call.running.add(request.request_id)
+        try:
+            self._engine.submit(request, take)
+        except JpagedError as error:
+            call.running.discard(request.request_id)
+            call.put(OutputEvent(request.request_id, is_last=True, error=error))

@@ -25,7 +25,7 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from jpaged.config import RoleOptions
 from jpaged.engine.executor import BlockArrays, BlockOffer, BlockPort, BlockPull
 from jpaged.engine.kv_cache.blocks import BlockHash, root_block_hash
+from jpaged.engine.kv_cache.connector import TransferRate
 from jpaged.engine.kv_cache.offload.transfer import (
     BlockExport,
     BlockHashChain,
@@ -416,6 +417,7 @@ class PrefillRole:
         if isinstance(leaving, BlockExport):
             assert self._offers is not None
             num_known = asked.num_known * asked.block_size // transfer.block_size
+            self._offers.port.admit(asked.host)
             prompt = OfferedPrompt(self._offers, leaving, keys, num_known)
             self._prompts[generation.engine_id] = prompt
             async for offer in prompt.offers():
@@ -446,35 +448,46 @@ def _check_block_size(transfer: KVTransfer, asked: RemotePrefillRequest) -> None
         raise InvalidArgument("block_size", problem)
 
 
-_MIN_RATED_BYTES = 1 << 20
-"""Smaller transfers are mostly latency, and change no rate."""
-_RATE_MEMORY = 0.8
-_RETRY_PORT_EACH = 16
+_FIRST_BYTES_PER_S, _FIRST_LATENCY_S = 1e9, 0.001
+_MIN_MEASURED = 4
+"""Transfers of a transport before its rate prevents others."""
+_RETRY_EACH = 16
 
 
 class TransferRates:
-    """Measured rates of both transports, which choose between them. Only large transfers count.
+    """Measured rates of both transports, which choose between them, and between transferring and computing.
 
-    The data port is preferred, until blocks that were sent as pieces after a failure came faster. It is then tried
-    again for each 16th prompt.
+    The data port is preferred, until blocks that were sent as pieces after a failure came faster. What is slower is
+    tried again for each 16th prompt.
     """
 
     def __init__(self) -> None:
-        self._s_per_byte: dict[bool, float] = {}
-        self._num_without_port = 0
+        self._rates: dict[bool, TransferRate] = {}
+        self._num_measured: Counter[bool] = Counter()
+        self._num_without_port = self._num_computed = 0
 
     def record(self, num_bytes: int, seconds: float, *, is_port: bool) -> None:
         """Add a transfer of a prompt's blocks."""
-        if num_bytes >= _MIN_RATED_BYTES:
-            last = self._s_per_byte.get(is_port, seconds / num_bytes)
-            self._s_per_byte[is_port] = _RATE_MEMORY * last + (1 - _RATE_MEMORY) * seconds / num_bytes
+        if is_port not in self._rates:
+            self._rates[is_port] = TransferRate(_FIRST_BYTES_PER_S, _FIRST_LATENCY_S)
+        self._rates[is_port].record(num_bytes, seconds)
+        self._num_measured[is_port] += 1
 
-    def choose_port(self) -> bool:
-        """Return True if the next prompt's blocks are to be pulled from a data port."""
-        if len(self._s_per_byte) < 2 or self._s_per_byte[True] <= self._s_per_byte[False]:
+    def choose_port(self, num_bytes: int) -> bool:
+        """Return True if blocks of this size are to be pulled from a data port."""
+        if len(self._rates) < 2 or self._rates[True].seconds(num_bytes) <= self._rates[False].seconds(num_bytes):
             return True
         self._num_without_port += 1
-        return self._num_without_port % _RETRY_PORT_EACH == 0
+        return self._num_without_port % _RETRY_EACH == 0
+
+    def compare(self, num_bytes: int, compute_s: float, *, has_port: bool) -> float | None:
+        """Return the seconds of a transfer that takes longer than computing; None if it should be tried."""
+        measured = [rate for is_port, rate in self._rates.items() if self._num_measured[is_port] >= _MIN_MEASURED]
+        transfer_s = min((rate.seconds(num_bytes) for rate in measured), default=0.0)
+        if transfer_s <= compute_s or (has_port and True not in self._rates):
+            return None
+        self._num_computed += 1
+        return None if self._num_computed % _RETRY_EACH == 0 else transfer_s
 
 
 class DecodeRole:
@@ -568,12 +581,19 @@ class DecodeRole:
         if size - coming.num_known * transfer.block_size < self._options.prefill_min_tokens:
             counts.here("cached")
             return
+        num_bytes = coming.num_missing * coming.arriving.bytes_per_block
+        if self._options.prefill_policy == "auto":
+            compute_s = transfer.prefill_s(coming.num_known * transfer.block_size, size)
+            transfer_s = self._rates.compare(num_bytes, compute_s, has_port=self._port is not None)
+            if transfer_s is not None:
+                counts.note_slow_transfer(size, transfer_s, compute_s)
+                return
         began_s, clock = model.engine.clock(), model.engine.clock
         counts.add(num_asked=1)
         arriving = self._arrivings[generation.engine_id] = coming.arriving
         homes = arriving.reserve(coming.num_missing, is_early=True)  # while waiting for the first token
         try:
-            answer = await self._ask(request, coming.num_known, began_s)
+            answer = await self._ask(request, coming.num_known, num_bytes, began_s)
         except (JpagedError, TimeoutError) as error:
             counts.failed("prefill", error)
             self._let_go(generation)
@@ -597,7 +617,7 @@ class DecodeRole:
         finally:
             answer.close()
 
-    async def _ask(self, request: Request, num_known: int, now_s: float) -> PrefillAnswer:
+    async def _ask(self, request: Request, num_known: int, num_bytes: int, now_s: float) -> PrefillAnswer:
         options = self._options
         wait_s = options.prefill_timeout
         if request.deadline_s is not None:
@@ -607,7 +627,7 @@ class DecodeRole:
         whole_s = wait_s + options.transfer_timeout
         assert self._format is not None
         blocks = await self._format.get()
-        if self._port is None or not self._rates.choose_port():
+        if self._port is None or not self._rates.choose_port(num_bytes):
             blocks = dataclasses.replace(blocks, data_protocol="")
         return await self._servers.ask(request, num_known, blocks, wait_s, whole_s)
 
@@ -654,7 +674,7 @@ class DecodeRole:
                     counts.add(num_blocks_received=receiving.num_blocks - num_before, num_bytes_received=num_bytes)
                     if receiving.is_full:
                         return
-            if not all(moved.values()):
+            if any(moved.values()) and not all(moved.values()):
                 self._rates.record(sum(moved.values()), clock() - began_s, is_port=moved[True] > 0)
             num_written = receiving.num_blocks - receiving.num_known
             if num_written < len(homes):

@@ -73,6 +73,12 @@ def require_score_size(size: int) -> None:
         raise InvalidArgument("continuations", problem)
 
 
+def require_known_options(method: str, options: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError if a method has no such option, as Python does for its arguments."""
+    for name in options.keys() - known.__annotations__.keys():
+        raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
+
+
 @contextmanager
 def errors_named(field: str) -> Iterator[None]:
     """Rename the field of errors about a part's prompt to the part; errors about shared fields keep their names."""

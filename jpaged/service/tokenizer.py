@@ -29,6 +29,7 @@ a `SegmentCache` has the ids of the parts of earlier turns:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -61,6 +62,7 @@ class LiteralText:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; it is not changed.
+        only: the one token to treat as text; None: all special ones.
 
     Attributes:
         tokenizer: the twin: the same ids, with special tokens under names that no user can guess.
@@ -69,13 +71,14 @@ class LiteralText:
         Unsupported: a special token cannot be renamed without changing its id.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, only: str | None = None) -> None:
         from tokenizers import Tokenizer
 
         nonce = str(secrets.randbits(64))  # digits: no template changes their case
         self._mark = f"{_OPEN}{nonce}{_CLOSE}"
         written = json.loads(tokenizer.to_str())
-        special = {token["content"]: token["id"] for token in written["added_tokens"] if token["special"]}
+        added = written["added_tokens"]
+        special = {one["content"]: one["id"] for one in added if (one["content"] == only if only else one["special"])}
         self._names = {content: f"{_OPEN}{nonce}{_OPEN}{number}{_CLOSE}" for content, number in special.items()}
         _rename(written, self._names)
         self.tokenizer: Any = Tokenizer.from_str(json_text.dumps(written))
@@ -100,6 +103,14 @@ class LiteralText:
             return {self.marked(key): self.marked(one) for key, one in value.items()}
         return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
 
+    def is_needed(self, value: Any) -> bool:
+        """Return True if messages or tools spell out a special token."""
+        if isinstance(value, str):
+            return self._special.search(value) is not None
+        if isinstance(value, dict):
+            return any(self.is_needed(one) for pair in value.items() for one in pair)
+        return isinstance(value, list | tuple) and any(map(self.is_needed, value))
+
     def unmarked(self, text: str) -> str:
         """Remove the marks from rendered text, and rename the template's special tokens to the twin's names."""
         return self._special.sub(lambda found: self._names[found[0]], text).replace(self._mark, "")
@@ -108,7 +119,7 @@ class LiteralText:
 def _rename(written: dict[str, Any], names: dict[str, str]) -> None:
     """Rename the special tokens of a tokenizer.json wherever they are named and not numbered."""
     for token in written["added_tokens"]:
-        if token["special"]:
+        if token["content"] in names:
             token.update(content=names[token["content"]], normalized=False)
     model = written["model"]
     vocabulary = model["vocab"]
@@ -505,6 +516,7 @@ class HuggingFaceTokenizer:
                     f"parse_special_tokens: must be on for the tokenizer in {folder.name}, which is not a fast one"
                 )
             self._literal = LiteralText(self._fast)
+        self._placeholder: LiteralText | None = None
         self._variables = parts.special_tokens
         self._trusts_request_templates = trusts_request_templates
         self._settings = templates
@@ -518,6 +530,13 @@ class HuggingFaceTokenizer:
             self._templates, self._chats = (chat_template, None, None), (made, made)
         elif templates.kwargs:
             self._tried_chats()  # an error before weights are read
+
+    def set_placeholder(self, token_id: int) -> None:
+        """Treat a token that templates print for an image as plain text if messages spell it out."""
+        name = None if self._fast is None else self._fast.id_to_token(token_id)
+        if self._literal is None and name in self.special_tokens:
+            with contextlib.suppress(Unsupported):
+                self._placeholder = LiteralText(self._fast, name)
 
     @property
     def has_chat_template(self) -> bool:
@@ -551,6 +570,11 @@ class HuggingFaceTokenizer:
         """Source of the chat template for conversations with tools, broken or not; None if there is none."""
         source, _, with_tools = self._templates
         return source if with_tools is None else with_tools
+
+    @property
+    def named_special_tokens(self) -> Mapping[str, str | list[str]]:
+        """Special tokens by name, such as `eos_token`."""
+        return self._variables
 
     @property
     def special_tokens(self) -> frozenset[str]:
@@ -637,22 +661,33 @@ class HuggingFaceTokenizer:
         Raises:
             Unsupported: also if the template is broken, or does not use the tools or documents of the request.
         """
-        text = self._render(messages, options, max_bytes)
+        literal = self._find_literal(messages, options)
+        text = self._render(messages, options, max_bytes, literal)
         if self._fast is None:
             return self.encode(text, add_special_tokens=options.add_special_tokens)
-        fast = self._fast if self._literal is None else self._literal.tokenizer
+        fast = self._fast if literal is None else literal.tokenizer
         return _encode(fast, _MESSAGES, text, add_special_tokens=options.add_special_tokens)
+
+    def _find_literal(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> LiteralText | None:
+        """Return the twin of a chat, some of whose special tokens are text; None: all are parsed."""
+        if self._placeholder is None:
+            return self._literal
+        tools, documents = [tool.as_json() for tool in options.shown_tools], list(options.documents)
+        is_needed = self._placeholder.is_needed([*messages, *tools, *documents, dict(options.template_kwargs)])
+        return self._placeholder if is_needed else None
 
     def cached_chat_ids(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, max_bytes: int, tenant: str, salt: str
     ) -> Sequence[int]:
         """Return what `chat_ids` does; tokenize only the parts of the text that the tenant has not sent with the salt.
 
-        The whole text is tokenized for requests that add special tokens, or that bring a template.
+        The whole text is tokenized for requests that add special tokens, bring a template, or spell out the placeholder
+        of images.
         """
-        if self._fast is None or options.add_special_tokens or options.chat_template is not None:
+        is_whole = self._fast is None or options.add_special_tokens or options.chat_template is not None
+        if is_whole or self._find_literal(messages, options) is not self._literal:
             return self.chat_ids(messages, options, max_bytes=max_bytes)
-        return self._segments().encode(self._render(messages, options, max_bytes), tenant, salt)
+        return self._segments().encode(self._render(messages, options, max_bytes, self._literal), tenant, salt)
 
     def _segments(self) -> SegmentedTokenizer:
         """Return the tokenizer of the model's conversations; the first call makes it."""
@@ -668,8 +703,10 @@ class HuggingFaceTokenizer:
                 )
             return self._segmented
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_bytes: int) -> str:
-        """Return the text of a conversation, for the twin if special tokens in messages are text."""
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, max_bytes: int, literal: LiteralText | None
+    ) -> str:
+        """Return the text of a conversation, for the twin if there is one."""
         chat = self._get_chat(options)
         documents: Any = [dict(one) for one in options.documents]
         plain: Any = [dict(message) for message in messages]
@@ -682,10 +719,10 @@ class HuggingFaceTokenizer:
             **options.template_kwargs,
             **chat.reasoning_variables(reasoning, options.template_kwargs),
         }
-        if self._literal is not None:
-            plain, tools, kwargs, documents = (self._literal.marked(one) for one in (plain, tools, kwargs, documents))
+        if literal is not None:
+            plain, tools, kwargs, documents = (literal.marked(one) for one in (plain, tools, kwargs, documents))
         text = chat.render(plain, max_bytes=max_bytes, tools=tools, kwargs=kwargs, documents=documents, options=options)
-        return text if self._literal is None else self._literal.unmarked(text)
+        return text if literal is None else literal.unmarked(text)
 
     def _get_chat(self, options: ChatOptions) -> ChatTemplate:
         """Return the template of a chat: the request's, or the model's for chats with or without tools."""

@@ -393,15 +393,24 @@ class LoRARequest:
         lora_name: name of the adapter; an adapter that is loaded under this name from this path is used again.
         lora_int_id: number of the adapter, >= 1; another number under the same name loads the adapter again.
         lora_path: folder of the adapter in PEFT's format; "" for an adapter that is already loaded.
+        base_model_name: has no effect.
+        load_inplace: read the folder again, for requests from now on.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
             raise InvalidArgument("lora_int_id", f"{self.lora_int_id!r} must be an integer >= 1")
+
+    @property
+    def adapter_id(self) -> int:
+        """`lora_int_id`."""
+        return self.lora_int_id
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.record import PAGE, RESULTS
@@ -30,7 +31,7 @@ from benchmarks.tpu_programs import (
 )
 from jpaged.device.aot.deployment import Collective, CompiledSum
 from jpaged.models.config import ModelConfig
-from jpaged.models.layer_kinds import count_state_bytes
+from jpaged.models.layer_kinds import count_state_bytes, get_states
 from jpaged.plan.cost import StepLoad
 from jpaged.plan.known_models import KNOWN_MODELS
 from jpaged.plan.step_times import layer_matrices
@@ -307,6 +308,7 @@ def test_every_architecture_is_served_in_place(which: str) -> None:
 
 
 RECURRENT = ("lfm2-350m@v6e:1x1", "lfm2-8b-a1b@v6e:1x1")
+KIMI_LINEAR = "kimi-linear-48b-a3b@v6e:2x4"
 
 
 @pytest.mark.long
@@ -322,22 +324,40 @@ def test_recurrent_state_is_updated_in_place() -> None:
         assert result.report.temp_bytes < 80 * MIB
 
 
+@pytest.mark.deep
+def test_kimi_linear_shares_its_states_and_repeats_its_latents() -> None:
+    """On eight chips; a TPU pads the slots of windows to eights. A layer has two sums."""
+    (result,) = compile_cells(f"{KIMI_LINEAR}#forward[64]")
+    config = KNOWN_MODELS["kimi-linear-48b-a3b"].config
+    assert result.report is not None, result.out_of_memory
+    assert (result.made, result.backend, result.num_devices) == ((), "pallas-tpu", 8)
+    num_layers, (windows, matrices) = get_states(config.layer_kinds)
+    num_slots = 65 + result.num_blocks * 32 // 512  # a checkpoint for 512 tokens
+    bytes_of = [num_layers * states.num_bytes(np.dtype(jnp.bfloat16)) // 8 for states in (windows, matrices)]
+    state_bytes = -(-num_slots // 8) * 8 * bytes_of[0] + num_slots * bytes_of[1]
+    assert result.report.alias_bytes == result.pool_bytes + state_bytes
+    assert result.report.temp_bytes < 80 * MIB
+    sums = [
+        (math.prod(trips or 0 for trips in one.loop_trips), dims) for one in result.collectives for dims in one.dims
+    ]
+    assert {one.opcode for one in result.collectives} == {"all-reduce"}
+    assert {dims for _, dims in sums} == {(64, config.hidden_size)}
+    assert sum(trips for trips, _ in sums) == 2 * config.num_layers + 1
+
+
 def test_no_architecture_is_left_out() -> None:
-    cells = [cell for cells in (*ARCHITECTURES.values(), RECURRENT) for cell in cells]
+    cells = [cell for cells in (*ARCHITECTURES.values(), RECURRENT, (KIMI_LINEAR,)) for cell in cells]
     names = [cell.partition("@")[0] for cell in cells]
     compiled = {KNOWN_MODELS[name].config.architecture for name in (*names, "opt-13b", "mixtral-8x7b")}
     too_large = {"DeepseekV3ForCausalLM"}  # larger than eight chips, and a DeepSeek-V2 but for how experts are chosen
     # Some of the states of a step's rows in a layer, 48 MiB each for Granite 4.0 H 350M.
     copies = {"GraniteMoeHybridForCausalLM", "Qwen3_5ForCausalLM"}
-    not_compiled = {"KimiLinearForCausalLM"}
     as_others = {
         "Qwen3_5MoeForCausalLM",
         "NemotronHForCausalLM",
         "Mamba2ForCausalLM",
     }  # their layers and experts are those of others
-    assert compiled | too_large | copies | not_compiled | as_others == {
-        model.config.architecture for model in KNOWN_MODELS.values()
-    }
+    assert compiled | too_large | copies | as_others == {model.config.architecture for model in KNOWN_MODELS.values()}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -271,10 +272,8 @@ def test_a_folder_of_the_hub_cache_is_its_snapshot(tmp_path: Path) -> None:
 
 def test_weights_of_modelopt_are_named(tmp_path: Path) -> None:
     shutil.copytree(hub.find_folder("demo"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(
-        Unsupported, match=r"NVIDIA's ModelOpt \(hf_quant_config\.json\) are not supported; use the original"
-    ):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(Unsupported, match=r"quant_algo is 'W4A8_AWQ'; supported: FP8, .*NVFP4"):
         hub.read_config(tmp_path)
 
 
@@ -420,3 +419,62 @@ def test_the_features_of_the_processor_are_those_that_the_system_lists(tmp_path:
     (tmp_path / "cpuinfo").write_text(flags)
     assert multiplies_bfloat16(tmp_path / "cpuinfo") == has
     assert not multiplies_bfloat16(tmp_path / "missing")
+
+
+def put_in_storage(files: Mapping[str, str], root: str) -> Any:
+    storage = fsspec.filesystem("memory")
+    for name, text in files.items():
+        storage.pipe_file(f"/{root}/{name}", text.encode())
+    return storage
+
+
+def test_a_url_is_copied_once_and_again_if_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": "{}", "model.safetensors": "old", "1_Pooling/config.json": "{}"}
+    others = {"consolidated.safetensors": "x", "original/params.json": "{}", "README.md": "x"}
+    storage = put_in_storage(files | others, "models/tiny")
+    copied: list[str] = []
+    get_file = type(storage).get_file
+
+    def count(self: Any, source: str, path: str, **more: Any) -> None:
+        copied.append(source)
+        get_file(self, source, path, **more)
+
+    monkeypatch.setattr(type(storage), "get_file", count)
+    folder = hub.find_folder("memory://models/tiny", download_dir=str(tmp_path))
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == files.keys()
+    assert hub.find_folder("memory://models/tiny/", download_dir=str(tmp_path)).is_dir()
+    assert hub.find_folder("memory://models/tiny", download_dir=str(tmp_path)) == folder
+    num_before = len(copied)
+    put_in_storage({"model.safetensors": "newer"}, "models/tiny")
+    changed = hub.find_folder("memory://models/tiny", download_dir=str(tmp_path))
+    assert (changed / "model.safetensors").read_text() == "newer"
+    assert (folder / "model.safetensors").read_text() == "old"
+    assert len(copied) == num_before + 3
+
+
+def test_a_url_of_a_gguf_file_brings_its_parts(tmp_path: Path) -> None:
+    names = [f"tiny-Q4_0-0000{part}-of-00002.gguf" for part in (1, 2)]
+    put_in_storage(dict.fromkeys((*names, "tiny-Q8_0.gguf", "config.json"), "GGUF"), "models/parts")
+    found = hub.find_folder(f"memory://models/parts/{names[0]}", download_dir=str(tmp_path))
+    assert found.name == names[0]
+    assert sorted(path.name for path in found.parent.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "problem"),
+    [
+        (
+            "memory://models/nothing",
+            NotFound,
+            "memory://models/nothing: FileNotFoundError: no file of a model is there",
+        ),
+        ("nonsense://models/tiny", InvalidArgument, "Protocol not known: nonsense"),
+        ("memory://me:secret@models/nothing", NotFound, "^model: memory://models/nothing: FileNotFoundError"),
+    ],
+)
+def test_a_url_without_a_model_is_refused(url: str, kind: type[Exception], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=problem):
+        hub.find_folder(url, download_dir=str(tmp_path))
+    with pytest.raises(InvalidArgument, match="only models on the Hugging Face Hub have revisions"):
+        hub.find_folder(url, revision="v2")
+    assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +14,7 @@ import pytest
 
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unavailable
 from jpaged.openai.lines import BadLine, failure_line, parse_line, response_line
+from tests.processes import run_with_ray
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 PATIENCE_S = 1800.0
@@ -151,20 +150,7 @@ def test_parts_of_another_input_are_left_alone(blocks, tmp_path):
 
 @pytest.mark.long
 def test_a_batch_over_two_workers_of_which_one_is_killed_is_that_of_one_process():
-    python = Path(sys.prefix) / "ray" / "bin" / "python"
-    assert python.exists(), "make test-long installs Ray there"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [python, "check_batch.py"],
-        cwd=FOLDER,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = [line.removeprefix("ray batch: ") for line in done.stdout.splitlines() if line.startswith("ray batch: ")]
+    lines = run_with_ray(FOLDER, "check_batch.py", PATIENCE_S)
+    said = [line.removeprefix("ray batch: ") for line in lines if line.startswith("ray batch: ")]
     assert said[1].split(" ", 2)[2].startswith("was killed after its first block; 17 blocks")
     assert said[2] == "a second run did the two blocks that were missing"

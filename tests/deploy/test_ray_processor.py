@@ -1,9 +1,7 @@
 """The Ray Data processor: rows and options over stand-ins for Ray, and all of it on a cluster of this machine."""
 
 import dataclasses
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from jpaged.errors import InternalError, InvalidArgument, Unavailable, Unsupport
 from jpaged.ray import ERROR_COLUMN, ROW_COLUMN, EngineStage, JpagedEngineProcessorConfig, build_processor
 from jpaged.sampling_params import PoolingParams
 from jpaged.types import LoRARequest, SamplingParams, TokenLogprob
+from tests.processes import run_with_ray
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "ray"
 PATIENCE_S = 1800.0
@@ -368,19 +367,6 @@ def test_a_stage_with_an_engine_generates_what_the_model_does_alone():
 
 @pytest.mark.long
 def test_a_cluster_that_loses_a_worker_processes_every_row():
-    python = Path(sys.prefix) / "ray" / "bin" / "python"
-    assert python.exists(), "make test-long installs Ray there"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [python, "check_processor.py"],
-        cwd=FOLDER,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = [line.removeprefix("ray data: ") for line in done.stdout.splitlines() if line.startswith("ray data: ")]
+    lines = run_with_ray(FOLDER, "check_processor.py", PATIENCE_S)
+    found = [line.removeprefix("ray data: ") for line in lines if line.startswith("ray data: ")]
     assert [line.partition(":")[0] for line in found[1:-1]] == ["two nodes", "lost worker"]

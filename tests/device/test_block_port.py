@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +49,7 @@ def ports() -> Iterator[tuple[JaxBlockPort, JaxBlockPort]]:
     yield offering, pulling
     offering.close()
     settle(offering)
+    pulling.close()
 
 
 def settle(port: JaxBlockPort) -> None:
@@ -207,3 +214,83 @@ def test_a_pull_without_memory_for_its_arrays_fails(
     with pytest.raises(Unavailable, match="RESOURCE_EXHAUSTED"):
         pulled(pull)
     offering.release(offer.uuid)
+
+
+def knock(port: str, host: str) -> bool:
+    """Connect from an address of this machine to a port; return False if no packet is answered."""
+    with socket.socket() as client:
+        client.settimeout(0.05)
+        client.bind((host, 0))
+        try:
+            client.connect(("127.0.0.1", int(port.rpartition(":")[2])))
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_other_hosts_cannot_connect_until_they_are_admitted(ports: tuple[JaxBlockPort, JaxBlockPort]) -> None:
+    offering, _ = ports
+    sockets = offering._peers._sockets
+    assert len(sockets) == 2  # the library opens another port for bulk data
+    for one in sockets:
+        assert not knock(f":{one.getsockname()[1]}", "127.0.0.2")
+    for host in ("127.0.0.3", "localhost", "::1", "", "::ffff:127.0.0.4"):
+        offering.admit(host)
+    for host, is_admitted in (("127.0.0.1", True), ("127.0.0.2", False), ("127.0.0.3", True), ("127.0.0.4", True)):
+        assert knock(offering.address, host) is is_admitted
+
+
+def test_the_filter_of_ipv6_compares_all_words() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    with socket.socket(socket.AF_INET6) as listener, socket.socket(socket.AF_INET6) as client:
+        listener.bind(("::1", 0))
+        listener.listen()
+        peers = block_port.PeerFilter("::1", [listener])
+        client.settimeout(1)
+        client.connect(listener.getsockname())
+        peers._own, peers._fixed = ipaddress.ip_address("::2"), (ipaddress.ip_address("::2"),)
+        peers.admit("1::1")
+        with socket.socket(socket.AF_INET6) as other:
+            other.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                other.connect(listener.getsockname())
+
+
+def test_the_number_of_admitted_hosts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_port, "_MAX_PEERS", 2)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        peers = block_port.PeerFilter("127.0.0.1", [listener], ["127.0.0.9"])
+        for host in ("127.0.0.2", "127.0.0.3", "127.0.0.4"):
+            peers.admit(host)
+        address = f":{listener.getsockname()[1]}"
+        found = [knock(address, f"127.0.0.{number}") for number in (1, 2, 3, 4, 9)]
+        assert found == [True, False, True, True, True]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("host", "survives"), [("127.0.0.2", True), ("127.0.0.1", False)])
+def test_a_server_outlives_other_bytes_from_other_hosts(host: str, survives: bool) -> None:
+    """Zeros end a process with a port of the library, if they arrive: the second case shows that the test can fail."""
+    code = (
+        "import jax, sys; from jpaged.config import DataPortOptions; "
+        "from jpaged.device.block_port import JaxBlockPort; "
+        "port = JaxBlockPort(DataPortOptions('127.0.0.1:0', None, 1 << 20, 2.0), jax.devices()[0]); "
+        "print(port.address, flush=True); sys.stdin.readline(); print(port.num_bytes_offered, flush=True)"
+    )
+    command, environment = [sys.executable, "-c", code], {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with socket.socket() as client, contextlib.suppress(OSError):
+            client.settimeout(2.0)
+            client.bind((host, 0))
+            client.connect(("127.0.0.1", port))
+            client.sendall(bytes(4096))
+            time.sleep(5)
+        answer, _ = process.communicate("\n")
+    assert answer.strip() == ("0" if survives else "")

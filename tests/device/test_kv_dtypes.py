@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import sized_step
-from jpaged.device.kv_scales import MARGINS, kv_dtype, measure_scales, name_of_kv_dtype
+from jpaged.device.kv_scales import MARGINS, kv_dtype, measure_scales, name_of_kv_dtype, place_scales
 from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.stack import LayerMode
@@ -67,6 +67,16 @@ def test_scales_let_the_probe_fill_the_range(name: str, layer_mode: LayerMode) -
     largest = scales * MAX_NUMBER[layout.dtype.name] / MARGINS[layout.dtype.name]
     assert (largest > 0.01).all()
     assert (largest < 1000).all()
+
+
+@pytest.mark.long
+def test_scales_of_a_checkpoint_take_the_place_of_measured_ones() -> None:
+    step, _ = sized_step(tiny_model.model(), with_kv("fp8"), "loop", 5, build_mesh(jax.devices()[:1]))
+    params, given = tiny_model.params(), np.array([[0.5, 0.25], [np.nan, np.nan], [2, 4]], np.float32)
+    scales, measured = np.asarray(place_scales(step, given, params)), np.asarray(measure_scales(step, params))
+    for layer in (0, 2):
+        assert (scales[layer] == given[layer]).all()
+    np.testing.assert_array_equal(scales[1], measured[1])
 
 
 def test_names_of_types_go_both_ways() -> None:

@@ -35,6 +35,8 @@ from tests.e2e.rig import engine_of, open_llm, random_prompts
 from tests.e2e.sharing_rig import VOCAB_SIZE, Rig, make_executor
 from tests.engine.proposing import Always, Guesses, InTurn
 from tests.models import dense
+from tests.models.eagle_heads import HeadSizes, random_head
+from tests.models.eagle_heads import write as write_head
 from tests.models.tiny import tiny_case, write_checkpoint
 from tests.parity import cases
 
@@ -227,17 +229,40 @@ def test_rounds_of_a_draft_model_keep_the_state_of_the_last_accepted_token(
 ) -> None:
     """The draft has the vocabulary of the model, and knows nothing of it."""
     case, small = tiny_case(name), tiny_case("llama_mha")
-    folder = write_checkpoint(case, tmp_path / name)
     config = {**small.config, "vocab_size": case.config["vocab_size"], "max_position_embeddings": 256}
     of_draft = write_checkpoint(dataclasses.replace(small, config=config), tmp_path / "draft")
-    sizes = {"skip_tokenizer_init": True, "num_blocks": 96, "block_size": 8, "max_model_len": 128, "max_num_seqs": 8}
-    sizes["max_num_batched_tokens"] = 64
+    num_tokens = 20 if name == "lfm2_moe" else 2
+    speculation = {"method": "draft_model", "model": str(of_draft), "num_speculative_tokens": num_tokens}
+    check_rounds(write_checkpoint(case, tmp_path / name), speculation, options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
+def test_rounds_of_an_eagle_head_keep_the_state_of_the_last_accepted_token(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    sizes = HeadSizes(VOCAB_SIZE, 64, 48, 4, 2, 16, int(case.config["hidden_size"]))
+    head = sizes.config(eagle_aux_hidden_state_layer_ids=[1, 2, 3], max_position_embeddings=256)
+    of_head = write_head(tmp_path / "head", head, random_head(sizes, VOCAB_SIZE))
+    speculation = {"method": "eagle3", "model": str(of_head), "num_speculative_tokens": 3}
+    check_rounds(write_checkpoint(case, tmp_path / name), speculation, {})
+
+
+def check_rounds(folder: Path, speculation: dict[str, Any], options: dict[str, Any]) -> None:
+    """Tokens in rounds of a draft, next to other steps, are those without."""
+    num_tokens = speculation["num_speculative_tokens"]
+    sizes: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "num_blocks": 96,
+        "block_size": 8,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+    }
+    sizes["max_num_batched_tokens"] = max(64, 8 * (num_tokens + 1))
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
     params = [dataclasses.replace(KINDS[("greedy", "seeded")[index % 2]], max_tokens=30) for index in range(8)]
     params[3] = dataclasses.replace(KINDS["three"], max_tokens=9)
     with open_llm(folder, **sizes) as llm:
         want = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
-    speculation = {"method": "draft_model", "model": str(of_draft), "num_speculative_tokens": 2}
     with open_llm(folder, **{**sizes, **options}, speculative_config=speculation) as llm:
         rounds = engine_of(llm)._loop._drafter
         assert isinstance(rounds, DraftModelSpeculation)
@@ -247,5 +272,5 @@ def test_rounds_of_a_draft_model_keep_the_state_of_the_last_accepted_token(
             assert got == want
         assert rule.num_dispatches > 3
         load = llm.load()
-        assert load.num_state_slots >= (8 + 8 * 2 if options.get("enable_prefix_caching", True) else 0)
+        assert load.num_state_slots >= (8 + 8 * num_tokens if options.get("enable_prefix_caching", True) else 0)
         assert load.num_preemptions > 0 or "num_blocks" not in options

@@ -87,7 +87,7 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
     params = load_params(model, folder, "loop")
     token_ids, start = list(prompt.token_ids), len(prompt.token_ids)
     length = start + num_tokens
-    given, is_embed = np.zeros((length, model.config.hidden_size), np.float32), np.zeros(length, np.bool_)
+    given, is_embed = np.zeros((length, model.config.embed_width), np.float32), np.zeros(length, np.bool_)
     for span in prompt.spans:
         given[span.start : span.stop], is_embed[span.start : span.stop] = span.values_te, True
     positions_t = jnp.arange(length, dtype=jnp.int32)
@@ -124,6 +124,9 @@ def greedy(folder: Path, prompt: Expanded, num_tokens: int) -> tuple[int, ...]:
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"context_parallel_size": 2}),
         ("qwen2_5_vl", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 16}),
+        ("qwen3_vl", {"max_num_batched_tokens": 64}),
+        ("qwen3_vl", {"tensor_parallel_size": 2}),
+        ("qwen2_5_vl", {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}),
         ("qwen2_5_vl", {"num_scheduler_steps": 1, "overlap": False}),
     ],
     ids=str,
@@ -140,15 +143,22 @@ def test_greedy_tokens_equal_those_without_an_engine(name: str, tmp_path: Path, 
                 outputs = llm.generate(given, GREEDY)
                 assert [output.outputs[0].token_ids for output in outputs] == want
             cached = [output.usage.cached_tokens for output in outputs]
+        vision: Any = llm._serving.vision
+        assert not vision.encoder._programs  # all are of the executor's list
         if "enable_prefix_caching" not in options:
             assert all(cached[1:])
 
 
 @pytest.mark.long
-def test_preempted_requests_keep_their_images(tmp_path: Path) -> None:
-    write_vision_checkpoint("mistral3", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("mistral3", "recompute"), ("mistral3", "swap"), ("gemma3", "swap"), ("qwen2_5_vl", "swap"), ("qwen3_vl", "auto")],
+)
+def test_preempted_requests_keep_their_images(name: str, mode: str, tmp_path: Path) -> None:
+    write_vision_checkpoint(name, tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with open_llm(tmp_path, num_blocks=16, block_size=4, max_model_len=60, max_num_batched_tokens=64) as llm:
+    options: dict[str, Any] = {"num_blocks": 16, "block_size": 4, "max_model_len": 60, "max_num_batched_tokens": 64}
+    with open_llm(tmp_path, **options, preemption_mode=mode) as llm:
         prompts = [Expanded(llm._serving, [token_id, PICTURES[token_id % 2], 5]) for token_id in range(20, 26)]
         with reading_images(llm, prompts) as given:
             outputs = llm.generate(given, params)

@@ -143,7 +143,9 @@ def test_a_request_in_flight_continues_with_the_new_weights_or_waits_for_a_compl
     sampled: list[int] = []
     with open_llm(folder, **SIZES, num_scheduler_steps=1) as llm:
         engine = engine_of(llm)
-        request = llm._request(params, parse_prompt(TokensPrompt(prompt_token_ids=prompt)).prompt, is_whole=False)
+        request = llm._start_request(
+            params, parse_prompt(TokensPrompt(prompt_token_ids=prompt)).prompt, is_whole=False
+        )()
         has_some, has_ended = threading.Event(), threading.Event()
         ends: list[OutputEvent] = []
 
@@ -420,3 +422,35 @@ def test_importance_weights_are_one(tmp_path: Path) -> None:
     assert (found["prompt_equal_share"], found["prompt_max_difference"]) == (1.0, 0.0)
     assert [found[f"{of}_weight_{end}"] for of in ("prompt", "tied") for end in ("min", "max")] == [1.0] * 4
     assert 0 < found["trainer_max_difference"] < 1e-4
+
+
+@pytest.mark.long
+def test_an_fp8_cache_takes_the_scales_of_a_checkpoint(tmp_path: Path) -> None:
+    """Scales so small that all keys saturate change logits; an update brings other scales, or measures them again."""
+    folder = write_checkpoint(tiny_case("llama_mha"), tmp_path / "plain")
+    scaled, again = tmp_path / "scaled", tmp_path / "again"
+    plain = load_file(folder / FILE)
+    for other, scale in ((scaled, 1e-5), (again, 0.01)):
+        other.mkdir()
+        (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+        scales = {
+            f"model.layers.{layer}.self_attn.{part}_scale": np.full(1, scale * (1 + layer), np.float32)
+            for layer in range(tiny_case("llama_mha").config["num_hidden_layers"])
+            for part in "kv"
+        }
+        save_file({**plain, **scales}, other / FILE, metadata={"format": "pt"})
+    with open_llm(folder, kv_cache_dtype="fp8", **SIZES) as llm:
+        measured = outputs_of(llm)
+    with open_llm(scaled, kv_cache_dtype="fp8", **SIZES) as llm:
+        saturated = outputs_of(llm)
+        llm.update_weights(again)
+        other = outputs_of(llm)
+        llm.update_weights(folder)
+        assert outputs_of(llm) == measured
+        llm.update_weights(load_file(scaled / FILE))
+        assert outputs_of(llm) == saturated
+    with open_llm(again, kv_cache_dtype="fp8", **SIZES) as llm:
+        assert outputs_of(llm) == other
+    assert measured != saturated != other
+    with open_llm(scaled, **SIZES) as llm, open_llm(folder, **SIZES) as same:
+        assert outputs_of(llm) == outputs_of(same)

@@ -14,7 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.executor import Geometry
 from jpaged.engine.executor.io import RopeLengthLimits
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.engine.speculative.draft_model import DraftModelSpeculation
 from jpaged.service.input_processor import InputProcessor, move_grammars
 from jpaged.service.prompt_embeds import with_digests

@@ -85,6 +85,15 @@ async def test_other_apis_take_the_same_image() -> None:
             answer = (await http.post("/v1/messages", json={**body, "messages": talk})).json()
             text = 'user: x\nassistant: {"name": "look", "arguments": {}}\ntool: Error: ab\n\nassistant: '
             assert answer["content"][0]["text"] == text_of(text, 8)
+        short = {"model": "fake", "stream": False, "options": {"num_predict": 8, "temperature": 0.0}}
+        seen = {"role": "user", "content": "see", "images": [picture]}
+        answer = (await http.post("/api/chat", json={**short, "messages": [seen]})).json()
+        assert expected(["ab\n", "see"]).startswith(answer["message"]["content"]) and answer["eval_count"]
+        answer = (await http.post("/api/generate", json={**short, "prompt": "see", "images": [picture]})).json()
+        assert expected(["ab\n", "see"]).startswith(answer["response"]) and answer["eval_count"]
+        refused = await http.post("/api/chat", json={**short, "messages": [{**seen, "images": ["aGk="]}]})
+        assert "messages[0].images[0]: is not a picture" in refused.text
+        assert "vision" in (await http.post("/api/show", json={"model": "fake"})).json()["capabilities"]
         item = {"type": "input_image", "image_url": data_uri("ab"), "detail": "auto"}
         given: Any = [user([{"type": "input_text", "text": "see "}, item])]
         response = await client.responses.create(

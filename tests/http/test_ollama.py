@@ -321,7 +321,9 @@ def test_formats_and_thinking() -> None:
     [
         ({"model": ""}, "model: is missing"),
         ({"messages": "a"}, "messages: must be a list"),
-        ({"messages": [{**USER, "images": ["aGk="]}]}, r"messages\[0\].images: is not supported: send images to"),
+        ({"messages": [{**USER, "images": "aGk="}]}, r"messages\[0\].images: 'aGk=' is not a list"),
+        ({"messages": [{**USER, "images": ["a", 3]}]}, r"messages\[0\].images\[1\]: 3 is not an image in base64"),
+        ({"images": ["aGk="]}, "images: .* is not supported, only .*: send them in messages"),
         ({"messages": ["a"]}, r"messages\[0\]: must be an object"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content"),
         ({"options": 3}, "options: must be an object"),

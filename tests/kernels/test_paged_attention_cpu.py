@@ -111,6 +111,40 @@ class TestCpu(PagedAttentionConformance):
         _, _, got = self.update(q_thd, (k_tkd, v_tkd, slots), pool, layer, self.rows(case), spec, scales)
         np.testing.assert_array_equal(_without_nans(np.asarray(got), kv_dtype), _without_nans(want, kv_dtype))
 
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 32), pytest.param(4, 2, 48, marks=pytest.mark.long)]
+    )
+    def test_tokens_of_whole_prompts_see_each_other(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Whole prompts are attended to by the call's keys; a part of one, and one that sees its past, are not."""
+        shape = Shape(num_tokens=160, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, max_len=160)
+        case = make_case([(2, 2), (17, 17), (1, 1), (81, 81), (5, 9), (33, 33)], shape)
+        positions = case.kv_lens_s.copy()
+        positions[5] = 0
+        case = dataclasses.replace(case, first_positions_s=positions)
+        o_thd, lse_th, pool = self.run_update(case, shape)
+        want_o_thd, want_lse_th = oracle.attention(case)
+        np.testing.assert_allclose(o_thd, want_o_thd, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(lse_th, want_lse_th, rtol=2e-5, atol=2e-5)
+        whole = self.pool(case, self.spec(case, shape).layout, None)
+        np.testing.assert_array_equal(pool, np.asarray(whole))
+        alone = make_case([(81, 81)], shape)
+        copies = {"k_lnbkd": case.k_lnbkd, "v_lnbkd": case.v_lnbkd}
+        tables = np.roll(case.block_tables_sm, -3, axis=0)
+        alone = dataclasses.replace(alone, **copies, block_tables_sm=tables, first_positions_s=alone.kv_lens_s)
+        alone.q_thd[:81] = case.q_thd[20:101]
+        got, got_lse, _ = self.run_update(alone, shape)
+        assert got[:81].tobytes() == o_thd[20:101].tobytes()
+        assert got_lse[:81].tobytes() == lse_th[20:101].tobytes()
+
+    def run_update(self, case: oracle.Case, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Outputs, log-sum-exps and pool of a call that stores the rows' own keys."""
+        new_kv, before = take_new(case, shape)
+        spec, layer = self.spec(case, shape), jnp.int32(case.layer)
+        pool = self.pool(before, spec.layout, None)
+        found = self.update(jnp.asarray(case.q_thd, jnp.float32), new_kv, pool, layer, self.rows(case), spec, None)
+        o_thd, lse_th, pool = (np.asarray(array) for array in found)
+        return o_thd, lse_th, pool
+
     @pytest.mark.parametrize("seed", range(20))
     def test_numbers_that_make_no_sense_stay_in_bounds(self, seed: int) -> None:
         """Each number of the rows may be anything; what can be made of them is what they say, clamped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.executor import MAX_STATE_DRAFTS
+from jpaged.config.speculative import MAX_NUM_SPECULATIVE_TOKENS
 from jpaged.kernels.recurrence import (
     BLOCK_LEN,
     SHORT_LEN,
@@ -317,8 +318,32 @@ def test_all_states_are_read_before_one_is_written(name: str) -> None:
         np.testing.assert_allclose(after[0, slot], expected_state, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sequence_with_drafts_is_computed_all_at_once() -> None:
-    assert MAX_STATE_DRAFTS == SHORT_LEN - 1
+@pytest.mark.long
+@pytest.mark.parametrize("rule", RULES)
+def test_more_drafts_than_a_short_row_has_leave_the_state_after_each(rule: str) -> None:
+    """As many as a step may have, next to a prompt that is computed in blocks."""
+    rng, num_drafts = np.random.default_rng(9), MAX_NUM_SPECULATIVE_TOKENS
+    make, _, shapes = RULES[rule]
+    lens, size = [1] * (num_drafts + 1) + [BLOCK_LEN + 3], 128
+    parts = sequence_of(shapes, size, rng)
+    parts = [np.log(x) if name == "decays" else x for name, x in zip(shapes, parts, strict=True)]
+    states = rng.normal(size=(1, num_drafts + 3, *STATE)).astype(np.float32)
+    starts_s1 = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+    is_draft_s = (jnp.arange(num_drafts + 2) > 0) & (jnp.arange(num_drafts + 2) <= num_drafts)
+    sources_s = jnp.where(is_draft_s, 1, 1 + jnp.arange(num_drafts + 2))
+
+    def run(kernel: RecurrenceKernel) -> tuple[np.ndarray, np.ndarray]:
+        slots_s, is_first_s = 1 + jnp.arange(num_drafts + 2), jnp.zeros(num_drafts + 2, bool)
+        rows = RecurrentRows.of(starts_s1, is_first_s, sources_s, slots_s, size, kernel, is_draft_s)
+        carry = StatefulPool((), (jnp.asarray(states),))
+        o, carry = recur(make(*map(jnp.asarray, parts)), carry, rows, jnp.int32(0), (STATE, jnp.float32), 0)
+        return np.asarray(o)[: sum(lens)], np.asarray(carry.states[0])
+
+    expected = run(KERNELS["tokens"])
+    for name in ("blocks", "static-blocks"):
+        found = run(dataclasses.replace(KERNELS[name], short_len=3 * SHORT_LEN))
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 DRAFT_LENS = [1, 1, 1, 2, 0, 1, 1, 1, 1]

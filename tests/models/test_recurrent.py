@@ -11,10 +11,12 @@ import pytest
 
 from jpaged.checkpoints.names import model_leaves
 from jpaged.config import EngineConfig
+from jpaged.config.speculative import MAX_NUM_SPECULATIVE_TOKENS
 from jpaged.device.compilation.lowering import check_recurrent, state_checkpoint_interval
 from jpaged.device.context import recurrence_kernel
 from jpaged.device.mesh import MODEL_AXIS
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.kernels.recurrence import BLOCK_LEN, SHORT_LEN
 from jpaged.models.decoder import DecoderConfig
 from jpaged.models.decoder.config import DeltaShape, MambaShape
 from jpaged.models.families.deepseek.config import DeepseekConfig
@@ -564,3 +566,14 @@ def test_accelerators_run_blocks_of_tokens_and_gpus_a_fixed_number(platform: str
         check_recurrent(from_hf(fields), EngineConfig(), mesh)
     found = recurrence_kernel(mesh)
     assert (found.backend, found.has_static_loops) == kernel
+
+
+@pytest.mark.parametrize("num_drafts", [0, SHORT_LEN - 1, SHORT_LEN, MAX_NUM_SPECULATIVE_TOKENS])
+def test_a_sequence_with_drafts_is_computed_all_at_once(num_drafts: int) -> None:
+    mesh: Any = SimpleNamespace(
+        devices=np.array([SimpleNamespace(platform="tpu", process_index=0)], object), shape={MODEL_AXIS: 1}
+    )
+    length = recurrence_kernel(mesh, num_drafts).short_len
+    assert num_drafts < length <= num_drafts + SHORT_LEN
+    assert length % SHORT_LEN == 0
+    assert length <= BLOCK_LEN

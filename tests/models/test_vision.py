@@ -10,13 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.device.vision import call_sizes, encoder_bytes, pack_images, patch_positions, random_params
+from jpaged.device.vision import (
+    JaxVisionEncoder,
+    call_sizes,
+    encoder_bytes,
+    pack_images,
+    packs_matrices,
+    patch_positions,
+    random_params,
+)
 from jpaged.engine.scheduler.output import rope_shifts
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.attention_kind import AttentionKind
 from jpaged.kernels.paged_attention.cascade import attend_ahead
 from jpaged.kernels.paged_attention.spec import merge
-from jpaged.models.config import VisionConfig
+from jpaged.models.config import MAX_PATCHES, VisionConfig
 from jpaged.models.hf_config import from_hf
 from jpaged.models.vision import tower
 from jpaged.models.vision.config import vision_leaves
@@ -180,6 +188,51 @@ def test_calls_have_a_few_sizes_up_to_the_largest_image() -> None:
     assert call_sizes(64) == (64,)
     assert call_sizes(1025)[-2:] == (1024, 1536)
     assert call_sizes(12100)[-1] == 12288
+    assert call_sizes(MAX_PATCHES)[-1] == MAX_PATCHES
+
+
+def test_images_of_qwen_may_have_the_pixels_of_its_published_processor() -> None:
+    given = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}
+    processor = read_processor(vision_of("qwen2_5_vl", patch_size=14), (given, {}), VOCABULARY)
+    assert processor.max_patches == MAX_PATCHES == 12845056 // 14**2
+    assert processor.count_tokens(3584, 3584) == 16384
+
+
+@pytest.mark.parametrize("max_scores", [tower.MAX_SCORES, 1])
+def test_attention_in_windows_equals_attention_with_a_mask(max_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a few blocks are computed at a time, next to windows of all lengths and padding."""
+    monkeypatch.setattr(tower, "MAX_SCORES", max_scores)
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 65, 14)
+    windows_p = np.full(512, -1, np.int32)
+    numbers = np.repeat(np.arange(14, dtype=np.int32), lengths)[:500]
+    windows_p[: len(numbers)] = numbers
+    q, k, v = (jnp.asarray(rng.standard_normal((512, 2, 8), np.float32)) for _ in range(3))
+    found = tower._attend_windows(q, k, v, jnp.asarray(windows_p), 64)
+    want = _masked(q, k, v, windows_p)
+    np.testing.assert_allclose(found[: len(numbers)], want[: len(numbers)], rtol=0, atol=1e-5)
+
+
+def _masked(q_phd: jax.Array, k_phd: jax.Array, v_phd: jax.Array, groups_p: np.ndarray) -> np.ndarray:
+    scores_hqk = np.einsum("qhd,khd->hqk", q_phd, k_phd) * q_phd.shape[-1] ** -0.5
+    scores_hqk = np.where(groups_p[:, None] == groups_p, scores_hqk, -np.inf)
+    weights_hqk = np.exp(scores_hqk - scores_hqk.max(axis=-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", weights_hqk / weights_hqk.sum(axis=-1, keepdims=True), v_phd)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_cpus_encode_as_xla_does(name: str, dtype: Any) -> None:
+    """Heads of 16 numbers are padded to 32 in bfloat16, and windows come back row by row."""
+    assert packs_matrices(device())
+    config, dtype = vision_of(name), np.dtype(dtype)
+    params = random_params(config, dtype, device(), seed=1)
+    prepared = [processor_of(name).prepare(image) for image in pictures((20, 32), (32, 32), (70, 50))]
+    ours, theirs = (JaxVisionEncoder(config, params, 1024, packs=packs).encode(prepared) for packs in (True, False))
+    atol = 1e-5 if dtype == np.float32 else 0.05 * float(np.abs(np.concatenate(theirs)).max())
+    for mine, want in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, want, rtol=0, atol=atol)
 
 
 def test_memory_of_an_encoder_counts_weights_and_scores() -> None:

@@ -85,7 +85,38 @@ CASES = {
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
     },
 }
-PREPROCESSORS = {"qwen2_5_vl": {"min_pixels": 512, "max_pixels": 1024}}
+_QWEN_PIXELS = {"min_pixels": 512, "max_pixels": 1024}
+PREPROCESSORS = {"qwen2_5_vl": _QWEN_PIXELS, "qwen3_vl": {**_QWEN_PIXELS, "patch_size": 4}}
+CASES = {
+    **CASES,
+    "qwen3_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": 10,
+        "video_token_id": 11,
+        "vision_start_token_id": 12,
+        "vision_end_token_id": 13,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": 4,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_heads": 3,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_vl_text",
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+    },
+}
 CASES = {
     **CASES,
     "gemma3": {

@@ -166,15 +166,15 @@ TIER_FAULTS = (
     Fault(
         "a block whose load failed is used",
         "kv_cache/offload/connector_tier.py",
-        "            if read.result() and loader.bring_in",
-        "            if (read.result() or True) and loader.bring_in",
+        "            if read.is_valid() and loader.bring_in",
+        "            if (read.is_valid() or True) and loader.bring_in",
         DISK,
     ),
     Fault(
         "a load reads its neighbor's key",
         "kv_cache/offload/connector_tier.py",
-        "key = fetch.blocks[len(fetch.reads)].key",
-        "key = fetch.blocks[max(0, len(fetch.reads) - 1)].key",
+        "fetch.blocks[first : first + len(host_block_ids)]]",
+        "fetch.blocks[max(0, first - 1) : first + len(host_block_ids)]]",
         DISK,
     ),
     Fault(
@@ -201,8 +201,8 @@ TIER_FAULTS = (
     Fault(
         "a staging block is freed while a load writes to it",
         "kv_cache/offload/connector_tier.py",
-        "        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():\n"
-        "            fetch.reads[fetch.num_in].result()\n",
+        "        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].is_done():\n"
+        "            fetch.reads[fetch.num_in].is_valid()\n",
         "        while fetch.num_in < len(fetch.reads):\n",
         DISK,
     ),
@@ -588,8 +588,9 @@ TIER_FAULTS = (
     Fault(
         "a value of Mooncake of another size is used",
         "kv_cache/offload/mooncake.py",
-        "return self._calls.transfer(read) == self._value_bytes",
-        "return self._calls.transfer(read) > 0",
+        "                if code == size:\n                    place[:] = buffer.data\n"
+        "            return codes\n\n        return [code == size for",
+        "                place[:] = buffer.data\n            return codes\n\n        return [code > 0 for",
         MOONCAKE,
     ),
 )

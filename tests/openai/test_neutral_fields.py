@@ -10,6 +10,7 @@ import pytest
 from docs.site.vllm_fields import OWN
 from jpaged.anthropic import MessagesRequest, parse_messages_request
 from jpaged.errors import InvalidArgument
+from jpaged.http.app import adapter_in
 from jpaged.openai.embeddings import (
     ClassifyJob,
     PoolingJob,
@@ -30,7 +31,6 @@ from jpaged.openai.request import (
     Job,
     LenientBody,
     Neutral,
-    adapter_in,
     chat_job,
     completion_job,
     neutral_fields,

@@ -16,6 +16,7 @@ from jpaged.client.aio import AsyncClient
 from jpaged.client.batch import BatchOptions, run_batch
 from jpaged.client.results import failure_in
 from jpaged.errors import InternalError, InvalidArgument, NotFound
+from jpaged.json_text import check_values
 from jpaged.openai.embeddings import (
     EmbedJob,
     How,
@@ -29,7 +30,7 @@ from jpaged.openai.embeddings import (
     score_job,
 )
 from jpaged.openai.lines import MAX_PARTS_OF_CALL, Answers, Line, compute_seed, parse_scoring_job
-from jpaged.openai.request import Streaming, chat_job, check_values, completion_job
+from jpaged.openai.request import Streaming, chat_job, completion_job
 from jpaged.openai.responses import parse_responses_request
 from jpaged.outputs import Evaluated
 from jpaged.server.servicer import InferenceServicer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -135,7 +136,8 @@ def test_a_model_that_reads_images_answers_texts(model_type: str, text: str, tmp
     theirs.save_pretrained(tmp_path)
     token_ids = random_ids(40)
     model = Model(read_config(tmp_path), FLOAT32)
-    assert from_hf(to_hf(model.config)) == model.config
+    language = dataclasses.replace(model.config, vision=None)
+    assert from_hf(to_hf(model.config)) == language
     ours = dense.logits(model, load_params(model, tmp_path, "loop"), token_ids, len(token_ids))
     np.testing.assert_allclose(ours, make.logits(theirs, token_ids), rtol=0, atol=1e-4)
 

@@ -138,6 +138,7 @@ async def test_a_server_that_computes_prompts_for_others_is_set_aside():
             role="decode",
             prefill_target=(prefill.target,),
             prefill_min_tokens=8,
+            prefill_policy="always",
         ) as decode,
         routed(prefill.target, decode.target, wait_for=1) as router,
     ):

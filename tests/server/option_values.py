@@ -71,6 +71,7 @@ SERVER_VALUES = {
     "role": "decode",
     "prefill_target": ("localhost:50061",),
     "prefill_min_tokens": 9,
+    "prefill_policy": "always",
     "prefill_timeout": 9.0,
     "transfer_timeout": 9.0,
     "prefill_hold": 9.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import pytest
 
 from jpaged.chat import ChatMessages, GivenImage, read_message
 from jpaged.engine.executor import Geometry
-from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong
+from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, TryLater
 from jpaged.service import image_inputs
-from jpaged.service.image_inputs import EncoderCache, ImageInputs
+from jpaged.service.image_inputs import EncoderCache, ImageInputs, TenantThreads
 from jpaged.service.image_sources import ImageSources
 from jpaged.service.input_processor import InputProcessor
 from jpaged.testing import ByteTokenizer, FakeVision, with_embeds
@@ -57,7 +57,7 @@ def request_of(inputs: ImageInputs, prompt: Prompt, sampling: SamplingParams = O
         return processor.make_request(request_id="a", sampling=sampling, prompt=prompt)
 
     prompt, images = processor.parse_images(prompt)
-    return inputs.complete_now(images, prompt, made)
+    return inputs.start_now(images, prompt, made)()
 
 
 def test_rows_stand_where_the_tokens_of_their_images_are() -> None:
@@ -118,7 +118,10 @@ def test_images_of_a_request_are_limited_in_number_and_together() -> None:
         read(inputs, *[letters("a" * 40)] * 2)
 
 
-def test_images_that_wait_together_share_a_call_and_equal_ones_are_encoded_once() -> None:
+def test_images_that_wait_together_share_a_call_and_equal_ones_are_encoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_inputs, "MAX_CALL_PATCHES", 64)
     vision = FakeVision()
     inputs = make(vision)
     one, two, three, four = (read(inputs, letters(text))[0] for text in ("ab", "c", "d" * 41, "e" * 22))
@@ -146,6 +149,136 @@ def test_tenants_and_salts_share_no_encoded_images() -> None:
     version[0] = "1"
     assert encode(inputs, images) == [b"ab"]
     assert len(vision.calls) == 4
+
+
+def test_a_call_of_the_encoder_takes_several_small_images_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two calls a device computes steps: the next call starts when the last one has ended."""
+    monkeypatch.setattr(image_inputs, "MAX_CALL_PATCHES", 8)
+    vision = FakeVision()
+    inputs, sizes = make(vision), list[list[int]]()
+    works, is_running = vision.encode, threading.Lock()
+
+    def encode_alone(images: Sequence[PreparedImage]) -> list[np.ndarray]:
+        assert is_running.acquire(blocking=False)
+        try:
+            sizes.append([len(image.patches_pe) for image in images])
+            return works(images)
+        finally:
+            is_running.release()
+
+    monkeypatch.setattr(vision, "encode", encode_alone)
+    vision.gate.clear()
+    images = [
+        read(inputs, letters(letter * num))[0] for letter, num in zip("abcdefg", (1, 3, 4, 20, 2, 7, 5), strict=True)
+    ]
+    for tenant in ("x", "y"):
+        done = inputs.start_encoding(images, tenant, "")
+    vision.gate.set()
+    for one in done:
+        one.result()
+    assert all(len(each) == 1 or sum(each) <= 8 for each in sizes), sizes
+    assert len(sizes) > 6
+
+
+def test_images_of_several_prompts_share_a_call() -> None:
+    vision = FakeVision()
+    inputs = make(vision)
+    processor = InputProcessor(ByteTokenizer(), GEOMETRY)
+    processor.set_images(inputs)
+
+    def start(*images: Any) -> Callable[[], Request]:
+        asked = Prompt(token_ids=[MARK] * len(images), images=given(*images))
+        return inputs.start_now(
+            asked.images, asked, lambda prompt: processor.make_request(request_id="a", sampling=ONE, prompt=prompt)
+        )
+
+    started = [start(letters("a")), start(letters("b"), letters("c")), start(letters("a"))]
+    found = [one() for one in started]
+    assert vision.calls == [3]
+    assert [len(one.prompt_token_ids) for one in found] == [2, 4, 2]
+    start(letters("left"))  # by an error of a later prompt
+    assert encode(inputs, read(inputs, letters("left"))) == [b"left"]
+
+
+def test_salts_do_not_add_to_the_share_of_a_tenant() -> None:
+    vision = FakeVision()
+    inputs = make(vision, cache_bytes=10 * 8)  # ten rows of two numbers
+    for number in range(12):
+        encode(inputs, read(inputs, letters("ab")), "many", f"salt {number}")
+    encode(inputs, read(inputs, letters("abc")), "one", "")
+    before = len(vision.calls)
+    for number in range(12, 24):
+        encode(inputs, read(inputs, letters("ab")), "many", f"salt {number}")
+    assert len(vision.calls) == before + 12
+    assert encode(inputs, read(inputs, letters("abc")), "one", "") == [b"abc"]
+    assert len(vision.calls) == before + 12  # still kept
+
+
+def test_a_tenant_leaves_threads_to_others() -> None:
+    threads = TenantThreads(3, 2, "t")
+    held, order = threading.Event(), list[str]()
+
+    def wait() -> None:
+        assert held.wait(5)
+
+    slow = [threads.submit("a", wait) for _ in range(2)]
+    late = [threads.submit("a", lambda: order.append("a")) for _ in range(2)]
+    cancelled = threads.submit("a", lambda: order.append("cancelled"))
+    assert cancelled.cancel()
+    assert threads.submit("b", lambda: 7).result(5) == 7  # also while the first tenant has more to do
+    assert order == []
+    held.set()
+    for one in (*slow, *late):
+        one.result(5)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit("b", lambda: 1 // 0).result(5)
+    assert order == ["a", "a"]
+
+
+def test_tenants_take_turns_at_threads() -> None:
+    threads, held, order = TenantThreads(1, 1, "t"), threading.Event(), list[str]()
+    first: Any = threads.submit("a", lambda: held.wait(5))
+    works: list[Any] = [threads.submit(name, lambda name=name: order.append(name)) for name in "aaabbc"]  # type: ignore[misc]
+    held.set()
+    for one in (first, *works):
+        one.result(5)
+    assert "".join(order) == "abcaba"
+
+
+def test_slow_urls_of_a_tenant_delay_no_picture_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, held = make(), threading.Event()
+
+    def fetch(field: str, url: str) -> bytes:
+        assert "slow" not in url or held.wait(5)
+        return b"file"
+
+    monkeypatch.setattr(inputs._sources, "read", fetch)
+    monkeypatch.setattr(inputs._decoder, "decode", lambda *args: letters("ab"))
+    slow = inputs.start_reading(given(*["http://slow/a.png"] * 20), "a")
+    for tenant, source in (("a", letters("ab")), ("b", letters("ab")), ("b", "http://quick/a.png")):
+        (found,) = inputs.start_reading(given(source), tenant)
+        assert len(found.result(5).patches_pe) == 2
+    assert not any(one.done() for one in slow)
+    held.set()
+    assert all(len(one.result(5).patches_pe) == 2 for one in slow)
+
+
+async def test_images_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_inputs, "TENANT_BYTES", 40)
+    inputs = make(cache_bytes=0)
+    first = await complete(inputs, letters("abcde"), tenant="a")  # 40 bytes of rows
+    with pytest.raises(TryLater, match=r"images of this tenant's requests take 40 bytes of host memory, .* of 40") as e:
+        await complete(inputs, letters("f"), tenant="a")
+    assert e.value.retry_after_s > 0
+    other = await complete(inputs, letters("abcdx"), tenant="b")
+    with pytest.raises(TryLater, match=r"images of all requests take 80 bytes .* over the limit of 80"):
+        await complete(inputs, letters("f"), tenant="c")
+    del first, e
+    await complete(inputs, letters("f"), tenant="c")
+    del other
+    for _ in range(1000):  # the loop and the threads may still hold the last arrays
+        await asyncio.sleep(0.001 if inputs._memory.num_bytes else 0)
+    assert inputs._memory.num_bytes == 0
 
 
 def test_the_tenant_with_the_most_bytes_gives_way() -> None:
@@ -215,7 +348,7 @@ class Held(FakeVision):
 HELD = np.concatenate([letters("a")] * 2)
 
 
-def complete(inputs: ImageInputs, *images: Any) -> asyncio.Task[tuple[Request]]:
+def complete(inputs: ImageInputs, *images: Any, tenant: str = "") -> asyncio.Task[tuple[Request]]:
     processor = InputProcessor(ByteTokenizer(), GEOMETRY)
     processor.set_images(inputs)
 
@@ -223,7 +356,7 @@ def complete(inputs: ImageInputs, *images: Any) -> asyncio.Task[tuple[Request]]:
         return (processor.make_request(request_id="a", sampling=ONE, prompt=prompt),)
 
     prompt = Prompt(token_ids=[MARK] * len(images), images=given(*images))
-    return asyncio.create_task(inputs.complete(prompt.images, prompt, made, "", ""))
+    return asyncio.create_task(inputs.complete(prompt.images, prompt, made, tenant, ""))
 
 
 async def test_a_request_whose_images_are_read_does_not_wait_for_others() -> None:
@@ -249,7 +382,7 @@ async def test_images_of_a_refused_request_are_not_read(monkeypatch: pytest.Monk
             await complete(inputs, "=", *[HELD] * 9)
     finally:
         vision.released.set()
-    inputs._readers.submit(int).result()
+    inputs._readers.submit("", int).result()
     assert vision.num_held <= 1
 
 

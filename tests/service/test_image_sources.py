@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -108,6 +109,22 @@ def test_data_uris_are_read_liberally(head: str) -> None:
     assert ImageSources().read(FIELD, "data:image/bmp,%42%4D%00") == b"BM\0"
 
 
+@pytest.mark.parametrize("num_chars", [5, 7, 64])
+def test_texts_are_decoded_in_parts(num_chars: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads run between two parts, wherever these end."""
+    monkeypatch.setattr(image_sources, "_PART_CHARS", num_chars)
+    for size in range(1, 80):
+        content = CONTENT[3 * size : 4 * size]
+        text = base64.b64encode(content).decode()
+        for given in (text, text.rstrip("="), base64.encodebytes(content).decode() + " \n" * 9):
+            assert read_base64(FIELD, given) == content
+        assert ImageSources().read(FIELD, "data:;base64," + quote(text, safe="")) == content
+        assert ImageSources().read(FIELD, "data:," + quote(content)) == content
+        for wrong in ("AA=" + text, "AAAA" * 20 + "A", text[:4] + "*" + text[4:]):
+            with pytest.raises(InvalidArgument, match="is not base64"):
+                read_base64(FIELD, wrong)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [("a*b", "is not base64"), ("abcde", "is not base64"), ("", "is empty"), ("é", "is not base64")],
@@ -182,6 +199,19 @@ def test_a_server_that_never_ends_is_left(port: int) -> None:
     with pytest.raises(InvalidArgument, match=r"no complete answer within 0\.05 s"):
         web("a.test", timeout_s=0.05).read(FIELD, f"http://a.test:{port}/slow")
     assert time.monotonic() - before_s < 60
+
+
+def test_a_name_that_is_not_found_in_time_is_left() -> None:
+    released = threading.Event()
+
+    def find(host: str, port: int) -> list[str]:
+        released.wait(5)
+        return []
+
+    sources = ImageSources(["a.test"], resolve=find, timeout_s=0.05)
+    with pytest.raises(InvalidArgument, match=r"cannot be fetched: no complete answer within 0\.05 s"):
+        sources.read(FIELD, "http://a.test/x")
+    released.set()
 
 
 def test_an_answer_without_a_length_is_bounded(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 import numpy as np
@@ -174,3 +175,13 @@ def test_arrays_and_images_of_pillow_are_read_as_they_are() -> None:
 def test_other_values_are_named(given: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
         read_pixels(FIELD, given)
+
+
+@pytest.mark.long
+def test_pictures_are_decoded_with_low_priority(decoder: PictureDecoder) -> None:
+    decoder.decode(FIELD, picture("GIF"))
+    child = decoder._free.get()
+    assert child is not None
+    decoder._free.put(child)
+    own, niceness = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, child.process.pid))
+    assert niceness == min(own + 10, 19)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jpaged.chat import ChatOptions
-from jpaged.demo import FOLDER
+from jpaged.demo import CAPTIONER_FOLDER, FOLDER
 from jpaged.errors import InternalError, InvalidArgument, RequestTooLong, Unsupported
 from jpaged.service.tokenizer import HuggingFaceTokenizer, LiteralText, load_tokenizer
 from jpaged.service.tokenizer_parts import read_parts
@@ -198,6 +198,26 @@ def test_no_spelling_of_special_tokens_gets_through(text):
     ordinary = text.replace("X", "")  # of which the vocabulary has no other token
     assert twin.tokenizer.encode(twin.unmarked(around)).tokens == [twin._names["<s>"], *ordinary, twin._names["X"]]
     assert twin.marked({"a": [text], "b": 1}) == {"a": [twin.marked(text)], "b": 1}
+
+
+def test_a_placeholder_of_images_that_a_message_spells_out_is_text():
+    captioner = HuggingFaceTokenizer(CAPTIONER_FOLDER)
+    mark = captioner.vocabulary["[IMG]"]
+    image, text = {"type": "image"}, {"type": "text", "text": "a [IMG] b"}
+
+    def ids(*content):
+        chat = [{"role": "user", "content": list(content)}]
+        found = list(captioner.cached_chat_ids(chat, ChatOptions(), max_bytes=1000, tenant="", salt=""))
+        assert found == captioner.chat_ids(chat, ChatOptions(), max_bytes=1000)
+        return found
+
+    assert ids(image, text).count(mark) == 2
+    before = ids(image, {"type": "text", "text": "a b"})
+    captioner.set_placeholder(mark)
+    found = ids(image, text)
+    assert found.count(mark) == ids(image).count(mark) == 1
+    assert captioner.decode(found, skip_special_tokens=False).count("[IMG]") == 2
+    assert ids(image, {"type": "text", "text": "a b"}) == before
 
 
 def overlapping():

@@ -409,8 +409,13 @@ def _save(
         results.write(arguments.output_json, whole)
     if arguments.plot is not None:
         name = Path(served.model).name
-        title = f"{name} over {arguments.backend}: {options.num_prompts} requests a rate"
-        results.draw({arguments.label or name: runs}, arguments.plot, title)
+        results.draw({arguments.label or name: runs}, arguments.plot, plot_title(name, arguments.backend, runs))
+
+
+def plot_title(name: str, backend: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the title of a plot, with the number of requests that were sent."""
+    most = max(run["completed"] + run["failed"] for run in runs)
+    return f"{name} over {backend}: {most} requests{' per rate' if len(runs) > 1 else ''}"
 
 
 def _json_object(word: str) -> dict[str, Any]:

@@ -33,11 +33,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jpaged.checkpoints.quantized.floats import (
+    NVFP4_WIDENING,
     block_sizes,
     not_a_power,
     one_number,
     powers_of_two,
     read_fp8,
+    twice_e2m1,
     unpack_e2m1,
 )
 from jpaged.checkpoints.quantized.scheme import (
@@ -108,10 +110,7 @@ class CompressedTensors:
         """Return what the formats with fewer bits in the file than in memory cost; None if there are none."""
         if all(layout is None or layout.written != NVFP4 for layout in self.layouts):
             return None
-        return (
-            f"{NVFP4}: 4.5 bits per weight in the file take 8 in memory on CPUs, and 10 elsewhere, because no kernel "
-            "multiplies this format as stored; the weights are the same"
-        )
+        return f"{NVFP4}: {NVFP4_WIDENING}"
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
@@ -173,7 +172,7 @@ class CompressedTensors:
             return StoredMatrix(unpack_e2m1(tensors["packed"]), tensors["scale"])
         if "whole" in tensors:
             halves = tensors["scale"].astype(np.float32) / tensors["whole"].astype(np.float32) / 2
-            return StoredMatrix((unpack_e2m1(tensors["packed"]).astype(np.float32) * 2).astype(np.int8), halves)
+            return StoredMatrix(twice_e2m1(tensors["packed"]), halves)
         scales = tensors["scale"].astype(np.float32).reshape(-1, groups)
         zeros = tensors.get("zeros")
         if "packed" in tensors:

@@ -10,6 +10,13 @@ MXFP4, in blocks of 32 along the contracted axis
     NAME_blocks       uint8 [experts, out, in / 32, 16]    two numbers in a byte, the first in its lowest bits
     NAME_scales       uint8 [experts, out, in / 32]        exponents of two, 127 for 1
 
+NVIDIA's ModelOpt
+    FP8               as above, with scales of tensors, or of columns (FP8_PER_CHANNEL_PER_TOKEN)
+    FP8_PB_WO         weight_scale [ceil(out / 128), 1, ceil(in / 128), 1] of blocks
+    MXFP8             weight_scale uint8 [out, in / 32], 127 for 1
+    NVFP4             weight uint8 [out, in / 2], weight_scale float8_e4m3fn [out, in / 16]
+                      weight_scale_2 [], a factor of the scales
+
 With dynamic activations of FP8 each row has a separate scale; with blocks, each row and block.
 
 bitsandbytes, which becomes weights
@@ -22,6 +29,7 @@ bitsandbytes, which becomes weights
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 from collections.abc import Mapping
@@ -31,7 +39,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jpaged.checkpoints.quantized.scheme import FLOATS, MatrixPart, Parts, Shape, StoredMatrix, build_rules, within
+from jpaged.checkpoints.quantized.scheme import (
+    FLOATS,
+    MatrixPart,
+    Parts,
+    Shape,
+    StoredMatrix,
+    build_rules,
+    require_whole,
+    within,
+)
 from jpaged.checkpoints.tensor_files import DTYPES, TensorSource, check_shape
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import Activations, MatrixFormat
@@ -49,10 +66,14 @@ class Fp8:
 
     Attributes:
         block_rows: outputs that share a scale; None for one scale for all outputs, or one for each.
+        block_scales: the name of the scales of blocks.
+        has_exponents: these are exponents of two.
     """
 
     quantization: Quantization
     block_rows: int | None
+    block_scales: str = "weight_scale_inv"
+    has_exponents: bool = False
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
@@ -60,17 +81,21 @@ class Fp8:
         shapes: tuple[Shape, ...] = ((), (1,), (1, 1), (num_out, 1), (num_out,))
         name = "weight_scale"
         if self.block_rows is not None:
-            name, shapes = "weight_scale_inv", ((-(-num_out // self.block_rows), form.num_groups(shape[1])),)
-        scale_types = (*FLOATS, "float8_e8m0fnu")
+            rows, groups = -(-num_out // self.block_rows), form.num_groups(shape[1])
+            name, shapes = self.block_scales, ((rows, groups), (rows, 1, groups, 1))
+        scale_types = ("uint8",) if self.has_exponents else (*FLOATS, "float8_e8m0fnu")
+        problem = not_a_power if self.has_exponents else None
         inputs = MatrixPart(f"{module}.input_scale", ((), (1,)), is_optional=not form.has_input_scale)
         return {
             "weight": MatrixPart(f"{module}.weight", (shape,), _FP8),
-            "scale": MatrixPart(f"{module}.{name}", shapes, scale_types, block_rows=self.block_rows or 1),
+            "scale": MatrixPart(f"{module}.{name}", shapes, scale_types, False, self.block_rows or 1, problem),
             "input_scale": inputs,
         }
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
+        if self.has_exponents:
+            tensors = {**tensors, "scale": powers_of_two(tensors["scale"])}
         return read_fp8(tensors, shape, form)
 
 
@@ -177,6 +202,90 @@ def read_mxfp4_config(fields: JsonFields) -> Mxfp4:
     form = MatrixFormat("mxfp4", _BLOCK)
     rules = (*((pattern, None) for pattern in patterns), (r"\.experts\.(gate_up_proj|down_proj)$", form))
     return Mxfp4(Quantization("mxfp4", rules))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptNvfp4:
+    """The layout of NVFP4 by ModelOpt, which becomes int8 as that of compressed-tensors."""
+
+    quantization: Quantization
+
+    def widening(self) -> str:
+        """Return what the format costs in memory."""
+        return f"{self.quantization.method}: {NVFP4_WIDENING}"
+
+    def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
+        """See `Scheme`."""
+        require_whole(module, shape, _NVFP4_BLOCK)
+        num_out, depth = shape
+        return {
+            "weight": MatrixPart(f"{module}.weight", ((num_out, depth // 2),), ("uint8",)),
+            "scale": MatrixPart(f"{module}.weight_scale", ((num_out, depth // _NVFP4_BLOCK),), _FP8),
+            "whole": MatrixPart(f"{module}.weight_scale_2", ((), (1,)), FLOATS, problem=_not_positive),
+            "inputs": MatrixPart(f"{module}.input_scale", ((), (1,)), FLOATS, is_optional=True),
+        }
+
+    def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
+        """See `Scheme`."""
+        halves = tensors["scale"].astype(np.float32) * (tensors["whole"].astype(np.float32) / 2)
+        return StoredMatrix(twice_e2m1(tensors["weight"]), halves)
+
+
+def twice_e2m1(packed: np.ndarray) -> np.ndarray:
+    """Unpack uint8 `[..., n]` of two float4_e2m1fn each to twice their numbers, which are whole: int8 `[..., 2 n]`."""
+    return (unpack_e2m1(packed).astype(np.float32) * 2).astype(np.int8)
+
+
+def _not_positive(scale: np.ndarray) -> str | None:
+    value = float(scale.reshape(()))
+    return None if value > 0 else f"is {value:g}; it must be above 0"
+
+
+NVFP4_WIDENING = (
+    "4.5 bits per weight in the file take 8 in memory on CPUs, and 10 elsewhere, because no kernel multiplies this "
+    "format as stored; the weights are the same"
+)
+MODEL_OPT = "modelopt"
+_NVFP4_BLOCK = 16
+_MODEL_OPT_BLOCK = 128
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "W4A16_NVFP4")
+
+
+def read_modelopt(fields: JsonFields) -> Fp8 | ModelOptNvfp4:
+    """Parse a `quantization_config` of ModelOpt, or the same section of `hf_quant_config.json`.
+
+    `config_groups` repeats what the algorithm implies.
+
+    Raises:
+        Unsupported: the algorithm or a setting is not supported; it is named.
+        InvalidArgument: a value is malformed.
+    """
+    algorithm = fields.text("quant_algo", "").upper()
+    if algorithm not in _ALGORITHMS:
+        raise Unsupported(f"{fields.name}: quant_algo is {algorithm!r}; supported: {', '.join(_ALGORITHMS)}")
+    fields.only("has_zero_point", False, why="weights with zero points are not supported")
+    fields.only("pre_quant_scale", False, why="scales of inputs before they are rounded are not supported")
+    left = [rule for key in ("ignore", "exclude_modules") for name in fields.names(key) for rule in _left_by(name)]
+    fields.ignore((*_HARMLESS, "kv_cache_quant_algo", "producer", "config_groups"))
+    is_nvfp4 = algorithm.endswith("NVFP4")
+    if is_nvfp4:
+        fields.only("group_size", _NVFP4_BLOCK, why=f"NVFP4 has groups of {_NVFP4_BLOCK}")
+    fields.ignore(("group_size",))
+    form, rows = {
+        "FP8": (MatrixFormat("fp8", activations="fp8", has_input_scale=True), None),
+        "FP8_PER_CHANNEL_PER_TOKEN": (MatrixFormat("fp8", activations="fp8"), None),
+        "FP8_PB_WO": (MatrixFormat("fp8", _MODEL_OPT_BLOCK), _MODEL_OPT_BLOCK),
+        "MXFP8": (MatrixFormat("fp8", _BLOCK), 1),
+    }.get(algorithm, (MatrixFormat("int8", _NVFP4_BLOCK, num_bits=6), None))
+    quantization = Quantization(MODEL_OPT, build_rules(form, left), has_output=True)
+    if is_nvfp4:
+        return ModelOptNvfp4(quantization)
+    return Fp8(quantization, rows, "weight_scale", algorithm == "MXFP8")
+
+
+def _left_by(name: str) -> list[str]:
+    """Return the rules for a module that is not quantized: its name, or a pattern with wildcards for whole names."""
+    return [f"^{fnmatch.translate(name)}"] if set(name) & set("*?[") else within([name])
 
 
 BITSANDBYTES = "bitsandbytes"

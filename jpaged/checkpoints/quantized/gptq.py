@@ -8,20 +8,23 @@ GPTQ
     scales   [groups, out]
     g_idx    int32 [in]                         the group of each row; with desc_act in any order
 
+    Numbers of 3 bits follow each other without gaps: 32 are three words, and some are in two of them.
+
 AWQ
     qweight  int32 [in, out / 8]                eight columns in a word, ordered 0 2 4 6 1 3 5 7 from the lowest bits
     qzeros   int32 [groups, out / 8]            likewise
     scales   [groups, out]
 
 For format v1 of GPTQ, GPTQModel subtracts one from the zeros in whole words, so that a zero of 0 borrows from the next
-one. AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0.
+one. AutoGPTQ subtracted it from each number separately, and corrupted the rest of the word if a zero was 0. If numbers
+have 3 bits, GPTQModel subtracts others than one, which are added again here.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,12 +156,12 @@ _HARMLESS = (
     "use_cuda_fp16",
     "use_exllama",
 )
-BITS: Mapping[int, Values] = {4: "int4", 8: "int8"}
-_BITS_OF: Mapping[Values, int] = {values: bits for bits, values in BITS.items()}
+BITS: Mapping[int, Values] = {2: "int4", 3: "int4", 4: "int4", 8: "int8"}
 _GPTQ_PACKING, _AWQ_PACKING = "auto_round:auto_gptq", "auto_round:auto_awq"
 _PLAIN_BITS = 16
 _ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
-_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
+_ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
+"""What GPTQModel subtracts from words of zeros: ones, except for 3 bits (`convert_gptq_v2_to_v1_format`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,24 +171,37 @@ class Gptq:
     Attributes:
         zeros_are_less: zeros are stored minus one (format v1).
         borrows: the one was subtracted from whole words, so zeros of 0 are readable; otherwise they are an error.
+        bits: those that matrices have in the files, of which their sizes name one for each.
+        is_of_gptqmodel: written by GPTQModel.
     """
 
     quantization: Quantization
     zeros_are_less: bool
     borrows: bool
+    bits: frozenset[int]
+    is_of_gptqmodel: bool = False
+
+    def widening(self) -> str | None:
+        """Return what matrices of fewer bits than in memory cost; None if there are none."""
+        fewer = sorted(self.bits - {4, 8})
+        return f"GPTQ: {' and '.join(map(str, fewer))} bits per weight in the file take 4 in memory" if fewer else None
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
-        bits = _BITS_OF[form.values]
-        (num_out, depth), groups, per_word = shape, form.num_groups(shape[1]), 32 // bits
+        (num_out, depth), groups = shape, form.num_groups(shape[1])
+        stored = sorted(bits for bits in self.bits if BITS[bits] == form.values)
+        per_word = max(_multiple(bits) for bits in stored)
         require_whole(module, shape, per_word, per_word)
+        lost = functools.partial(_lost_zeros, stored, num_out)
         return {
-            "qweight": MatrixPart(f"{module}.qweight", ((depth // per_word, num_out),), ("int32",)),
+            "qweight": MatrixPart(
+                f"{module}.qweight", tuple((depth * bits // 32, num_out) for bits in stored), ("int32",)
+            ),
             "qzeros": MatrixPart(
                 f"{module}.qzeros",
-                ((groups, num_out // per_word),),
+                tuple((groups, num_out * bits // 32) for bits in stored),
                 ("int32",),
-                problem=None if self.borrows or not self.zeros_are_less else functools.partial(_lost_zeros, bits),
+                problem=None if self.borrows or not self.zeros_are_less else lost,
             ),
             "scales": MatrixPart(f"{module}.scales", ((groups, num_out),)),
             "g_idx": MatrixPart(
@@ -199,10 +215,16 @@ class Gptq:
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
-        bits, depth = _BITS_OF[form.values], shape[1]
+        depth = shape[1]
+        bits = len(tensors["qweight"]) * 32 // depth
         values = signed(words_to_numbers(np.ascontiguousarray(tensors["qweight"].T), bits), bits)
         words = tensors["qzeros"].view(np.uint32)
-        zeros = words_to_numbers(words + _ONES[bits] if self.zeros_are_less else words, bits)
+        by_number = bits == 3 and not self.is_of_gptqmodel
+        if self.zeros_are_less and not by_number:
+            words = words + np.resize(np.array(_ONES[bits], np.uint32), words.shape[1])
+        zeros = words_to_numbers(words, bits)
+        if self.zeros_are_less and by_number:
+            zeros = (zeros + 1) % 2**bits
         ids = tensors.get("g_idx")
         if ids is not None and not form.has_group_ids:
             counted = np.arange(depth) // (form.group_size or depth)
@@ -213,8 +235,14 @@ class Gptq:
         return StoredMatrix(values.astype(form.dtype), scales, signed(zeros, bits).T, ids)
 
 
-def _lost_zeros(bits: int, words: np.ndarray) -> str | None:
-    numbers = words_to_numbers(words, bits).reshape(-1, 32 // bits)
+def _multiple(bits: int) -> int:
+    """Return of which number the sizes of a matrix are multiples."""
+    return 32 // bits if 32 % bits == 0 else 32
+
+
+def _lost_zeros(stored: Sequence[int], num_out: int, words: np.ndarray) -> str | None:
+    bits = next(bits for bits in stored if words.shape[1] == num_out * bits // 32)
+    numbers = words_to_numbers(words, bits).reshape(-1, _multiple(bits))
     if not (numbers[:, :-1] == 2**bits - 1).any():
         return None
     return (
@@ -230,7 +258,9 @@ def read_gptq(fields: JsonFields) -> Gptq:
         Unsupported: a setting is not supported; it is named.
         InvalidArgument: a value is malformed.
     """
-    form, written = _read_form(fields), _checkpoint_format(fields)
+    bits, written = set[int](), _checkpoint_format(fields)
+    form = _read_form(fields, bits)
+    common = next(iter(bits))
     borrows = fields.flag("sym", True) or _is_of_gptqmodel(fields)
     fields.only("data_type", "int", why="GPTQ supports only integers")
     fields.only("method", "gptq", why="the method must be GPTQ")
@@ -241,14 +271,14 @@ def read_gptq(fields: JsonFields) -> Gptq:
     def read_own(own: JsonFields) -> MatrixFormat:
         own.only("sym", fields.flag("sym", True), why="modules with a different sym are not supported")
         own.ignore(_HARMLESS)
-        return _read_form(own, form)
+        return _read_form(own, bits, form, common)
 
     rules = build_rules(form, within(left), dynamic_rules(fields, read_own))
     if chosen := _chosen(fields):
         rules = (*rules[:-1], *((pattern, form) for pattern in within(chosen)))
     quantization = Quantization("gptq", rules, has_output=fields.flag("lm_head", False))
     fields.ignore(_HARMLESS)
-    return Gptq(quantization, written == "gptq", borrows)
+    return Gptq(quantization, written == "gptq", borrows, frozenset(bits), _is_of_gptqmodel(fields))
 
 
 def read_auto_round(fields: JsonFields) -> Gptq | Awq:
@@ -269,31 +299,34 @@ def read_auto_round(fields: JsonFields) -> Gptq | Awq:
             f"{fields.name}: act_bits is {fields.value('act_bits')}; quantized activations of AutoRound are not "
             "supported"
         )
-    form, is_symmetric = _read_form(fields), fields.flag("sym", True)
+    bits, is_symmetric = set[int](), fields.flag("sym", True)
+    form = _read_form(fields, bits)
+    common = next(iter(bits))
     if packing == _AWQ_PACKING:
-        form = _awq_form(fields, form)
+        form = _awq_form(fields, form, common)
     rules: list[tuple[str, MatrixFormat | None]] = []
     extra = fields.mapping("extra_config")
     for name in sorted(extra, key=_is_expression):
         own = JsonFields(_object(fields, name, extra[name]), f"{fields.name} {name}")
         rule = name if _is_expression(name) else f"^{re.escape(name)}$"
-        if own.integer("bits", _BITS_OF[form.values]) >= _PLAIN_BITS or own.text("data_type", "int") == "float":
+        if own.integer("bits", common) >= _PLAIN_BITS or own.text("data_type", "int") == "float":
             rules.append((_checked(rule), None))
             continue
         own.only("data_type", "int", why="AutoRound supports only integers")
         own.only("sym", is_symmetric, why="modules with a different sym are not supported")
         own.ignore((*_HARMLESS, *_ACTIVATIONS))
-        mine = _read_form(own, form)
+        mine = _read_form(own, bits, form, common)
         own.finish()
-        rules.append((_checked(rule), _awq_form(own, mine) if packing == _AWQ_PACKING else mine))
+        mine = _awq_form(own, mine, own.integer("bits", common)) if packing == _AWQ_PACKING else mine
+        rules.append((_checked(rule), mine))
     names = _block_names(fields)
     has_output = fields.flag("quant_lm_head", False) or "lm_head" in extra
     rules += [(re.escape(name), form) for name in names or ("",)]
     quantization = Quantization("auto-round", tuple(rules), has_output)
     fields.ignore((*_HARMLESS, *_ACTIVATIONS))
-    return (
-        Awq(quantization) if packing == _AWQ_PACKING else Gptq(quantization, zeros_are_less=True, borrows=is_symmetric)
-    )
+    if packing == _AWQ_PACKING:
+        return Awq(quantization)
+    return Gptq(quantization, zeros_are_less=True, borrows=is_symmetric, bits=frozenset(bits))
 
 
 def _block_names(fields: JsonFields) -> list[str]:
@@ -304,9 +337,9 @@ def _block_names(fields: JsonFields) -> list[str]:
     return [str(name).strip() for each in listed for name in (each if isinstance(each, list) else [each])]
 
 
-def _awq_form(fields: JsonFields, form: MatrixFormat) -> MatrixFormat:
-    if form.values != "int4":
-        raise Unsupported(f"{fields.name}: bits is {_BITS_OF[form.values]}; AWQ supports only 4 bits")
+def _awq_form(fields: JsonFields, form: MatrixFormat, bits: int) -> MatrixFormat:
+    if bits != _AWQ_BITS:
+        raise Unsupported(f"{fields.name}: bits is {bits}; AWQ supports only 4 bits")
     return format_of_groups(form.group_size or -1)
 
 
@@ -328,11 +361,14 @@ def _checked(rule: str) -> str:
     return rule
 
 
-def _read_form(fields: JsonFields, other: MatrixFormat | None = None) -> MatrixFormat:
-    """Parse the format of a checkpoint, or of a module whose settings override those of `other`."""
-    bits = fields.integer("bits", None if other is None else _BITS_OF[other.values])
+def _read_form(
+    fields: JsonFields, found: set[int], other: MatrixFormat | None = None, other_bits: int | None = None
+) -> MatrixFormat:
+    """Parse the format of a checkpoint, or of a module whose settings override those of `other`; add its bits."""
+    bits = fields.integer("bits", other_bits)
     if bits not in BITS:
-        raise Unsupported(f"{fields.name}: bits is {bits}; GPTQ supports only 4 and 8")
+        raise Unsupported(f"{fields.name}: bits is {bits}; GPTQ supports only {', '.join(map(str, BITS))}")
+    found.add(bits)
     group_size = fields.integer("group_size", None if other is None else other.group_size or -1, minimum=-1)
     has_ids = fields.flag("desc_act", False if other is None else other.has_group_ids)
     return MatrixFormat(

@@ -54,6 +54,8 @@ _OWN: Mapping[str, tuple[str, ...]] = {
     "awq_marlin": ("awq",),
     "gptq_marlin": ("gptq",),
     "moe_wna16": ("awq", "gptq"),
+    "modelopt_fp4": ("modelopt",),
+    "modelopt_mxfp8": ("modelopt",),
 }
 """Names of a checkpoint's own method that the option accepts, vLLM's among them, and the methods."""
 

@@ -18,6 +18,7 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matrix_format import MatrixFormat
 from jpaged.models.config import Quantization
 from jpaged.models.json_fields import JsonFields
+from jpaged.models.param_specs import Leaf
 
 Shape = tuple[int, ...]
 
@@ -58,8 +59,16 @@ class MatrixPart:
 
 
 Parts = Mapping[str, MatrixPart]
-UNUSED = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-"""Suffixes of tensors for KV-cache quantization, which are ignored: `--kv-cache-dtype` determines it here."""
+KV_SCALES = {
+    ".k_scale": (0,),
+    ".k_proj.output_scale": (0,),
+    ".v_scale": (1,),
+    ".v_proj.output_scale": (1,),
+    ".kv_scale": (0, 1),
+}
+"""Suffixes of scales for an fp8 KV cache, and whether they are for keys (0) or values (1)."""
+OF_KV_CACHE = (*KV_SCALES, ".q_scale", ".prob_scale")
+"""Suffixes of tensors for KV-cache quantization, which no weight uses."""
 FLOATS = ("float32", "bfloat16", "float16")
 TUNING = (
     # AutoRound
@@ -180,7 +189,14 @@ def require_whole(module: str, shape: Shape, in_multiple: int, out_multiple: int
 
 
 def words_to_numbers(words: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word."""
+    """Unpack int32 `[..., n]` to uint8 `[..., n * 32 / bits]`: numbers start at the lowest bits of a word.
+
+    Numbers of 3 bits may begin in one word and end in the next.
+    """
+    if bits == 3:
+        stored = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+        places = stored.reshape(*stored.shape[:-1], -1, bits)
+        return np.packbits(places, axis=-1, bitorder="little")[..., 0]
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return numbers.astype(np.uint8).reshape(*words.shape[:-1], -1)
@@ -269,3 +285,53 @@ def dynamic_rules(
         own.finish()
         rules.append((from_start(name.removeprefix("+:")), form))
     return rules
+
+
+def find_kv_scales(files: TensorSource, layers: Sequence[Sequence[Leaf]]) -> np.ndarray | None:
+    """Return the scales of keys and values in each layer for an fp8 KV cache, float32 `[L, 2]`, or None.
+
+    A layer without them has NaN. A scale of only one of both is that of the other.
+
+    Args:
+        layers: of the model, with the names of the tensors in `files`.
+
+    Raises:
+        Unsupported: there are several scales, as for each head.
+        InvalidArgument: a scale is not above 0, or not finite.
+    """
+    stored = sorted(name for name in files.names if name.endswith(tuple(KV_SCALES)))
+    if not stored:
+        return None
+    numbers = {
+        module: number
+        for number, leaves in enumerate(layers)
+        for leaf in leaves
+        if leaf.path[0] == "attention"
+        for name, _ in leaf.tensors
+        for module in _enclosing(name)[:2]
+    }
+    scales_l2 = np.full((len(layers), 2), np.nan, np.float32)
+    for name in stored:
+        suffix = next(suffix for suffix in KV_SCALES if name.endswith(suffix))
+        number = next((numbers[one] for one in _enclosing(name) if one in numbers), None)
+        if number is not None:
+            scales_l2[number, list(KV_SCALES[suffix])] = _read_scale(files, name)
+    return np.where(np.isnan(scales_l2), scales_l2[:, ::-1], scales_l2)
+
+
+def _enclosing(name: str) -> list[str]:
+    """Return the module of a tensor and those around it, the innermost first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _read_scale(files: TensorSource, name: str) -> float:
+    stored = files.read(name, files.shape(name)).astype(np.float32)
+    if stored.size != 1:
+        raise Unsupported(
+            f"{files.where(name)}: tensor {name} has {stored.size} numbers; only one for all heads is supported"
+        )
+    scale = float(stored.reshape(()))
+    if not 0 < scale < float("inf"):
+        raise InvalidArgument(str(files.where(name)), f"tensor {name} is {scale}; it must be above 0")
+    return scale

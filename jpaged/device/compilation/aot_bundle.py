@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh
 
 from jpaged import json_text
 from jpaged.device.compilation.compile import ProgramSpec, compiler_options
@@ -198,18 +197,17 @@ class AOTBundle:
         """Return True if the program was saved."""
         return str(spec) in self.names
 
-    def load(self, spec: ProgramSpec, mesh: Mesh) -> jax.stages.Compiled:
-        """Load one program onto the devices of the mesh.
+    def load(self, spec: ProgramSpec, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+        """Load one program onto its devices.
 
         Raises:
             InvalidArgument: its file is missing or damaged.
         """
         path = self.folder / self.names[str(spec)]
-        devices: list[jax.Device] = list(mesh.devices.flat)
         try:
             executable, in_tree, out_tree = pickle.loads(path.read_bytes())
             return serialize_executable.deserialize_and_load(
-                executable, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+                executable, in_tree, out_tree, backend=devices[0].client, execution_devices=list(devices)
             )
         except (OSError, pickle.UnpicklingError, ValueError, EOFError, KeyError, jax.errors.JaxRuntimeError) as error:
             raise InvalidArgument("compiled", f"{path} cannot be loaded as {spec}: {error}") from error

@@ -34,6 +34,7 @@ StepKind = Literal["forward", "sample", "decode", "edited", "count", "tell", "lo
 MoveKind = Literal["copy", "swap_out", "swap_in"]
 DraftKind = Literal["speculate", "draft", "draft_copy"]
 ExpertsKind = Literal["expert_load", "exchange_experts"]
+ImageKind = Literal["encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class ProgramSpec:
     outputs (see `jpaged.engine.executor.io`) have programs for `size` positions. `load_adapter` fills one adapter
     slot. If there is a draft model, `speculate` is rounds of R rows, `draft` runs the draft over the tokens of a
     forward, and `draft_copy` copies blocks in its pool. If experts are balanced, `expert_load` reads and resets their
-    load, and `exchange_experts` moves the experts of a layer, one program for each kind of array.
+    load, and `exchange_experts` moves the experts of a layer, one program for each kind of array. `encode` is the
+    vision encoder for up to `size` patches; it runs on one device.
 
     On devices whose programs have no branches, samples of some stages only are separate programs, the level of
     log-probabilities of `edited` is fixed, and there is no `decode`.
@@ -56,6 +58,7 @@ class ProgramSpec:
         | DraftKind
         | MoveKind
         | ExpertsKind
+        | ImageKind
     )
     size: int
     detail: Detail = Detail.TOKENS
@@ -110,6 +113,7 @@ def program_specs(
     has_branches: bool = True,
     num_expert_arrays: int = 0,
     is_encoder: bool = False,
+    image_sizes: Sequence[int] = (),
 ) -> list[ProgramSpec]:
     """Return every program that serves, most needed first; the list begins with `least_programs`.
 
@@ -117,6 +121,7 @@ def program_specs(
         has_branches: as of `Step`.
         num_expert_arrays: kinds of arrays of experts that are balanced; 0 if none are.
         is_encoder: the model generates nothing, so that samples only report whether hidden states are finite.
+        image_sizes: numbers of patches of a vision encoder's programs.
     """
     least = least_programs(
         buckets,
@@ -151,7 +156,7 @@ def program_specs(
     several = [ProgramSpec("decode", size) for size in buckets.decodes if has_branches]
     rounds = [ProgramSpec("speculate", size) for size in buckets.speculates]
     first = [ProgramSpec("sample", rows[0], Detail.TOP_LOGPROBS), ProgramSpec("sample", rows[0])]
-    first += [*rounds[:1], *several[:1]]
+    first += [*rounds[:1], *several[:1], *(ProgramSpec("encode", size) for size in image_sizes)]
     return list(dict.fromkeys((*least, *decodes, *first, *forwards, *samples, *moves, *rounds, *several, *edited)))
 
 

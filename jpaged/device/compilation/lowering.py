@@ -186,6 +186,7 @@ def _sized_step(
         has_branches=has_cheap_branches(mesh),
         overlaps_sums=overlaps_sums(model, layer_mode, mesh, has_adapters=geometry.max_loras > 0),
         keeps_routes=_keeps_routes(options, config, groups),
+        max_drafts=0 if options.speculation is None else options.speculation.num_speculative_tokens,
     )
     return step, geometry
 
@@ -318,6 +319,8 @@ def takes_images(config: ModelConfig, options: EngineConfig, sizes: StepSizes | 
     parallel, vision = options.parallel, config.vision
     if vision is None or not config.embed_width or (parallel.num_processes or 1) > 1 or options.has_draft:
         return False
+    if vision.deep_layers and (parallel.pipeline_parallel_size > 1 or options.model.enable_prompt_embeds):
+        return False
     if not vision.is_bidirectional:
         return True
     is_split = parallel.context_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or parallel.enable_dp_attention
@@ -332,7 +335,7 @@ def get_encoder_bytes(model: Model, options: EngineConfig) -> EncoderBytes:
         return EncoderBytes(0, 0)
     from jpaged.device.vision import encoder_bytes  # only of models that have one
 
-    return encoder_bytes(model.config.vision, model.dtype)
+    return encoder_bytes(model.config.vision, model.dtype, options.model.max_model_len)
 
 
 def _without_refused(model: Model, options: EngineConfig, sizes: StepSizes) -> Model:
@@ -546,6 +549,8 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
 
     def lower_for_devices(spec: ProgramSpec) -> jax.stages.Lowered:
         # Kernels query the device that they are lowered for; a topology's devices are not among JAX's.
+        if spec.kind == "encode":
+            return lower_image_encoder(spec, model, device)
         with jax.sharding.use_abstract_mesh(step.mesh.abstract_mesh):
             return lower(spec)
 
@@ -558,8 +563,26 @@ def program_lowerings(step: Step, params: Params, geometry: Geometry) -> dict[Pr
         has_branches=step.has_branches,
         num_expert_arrays=len(experts),
         is_encoder=geometry.is_encoder,
+        image_sizes=_image_sizes(model.config, geometry),
     )
     return {spec: functools.partial(lower_for_devices, spec) for spec in specs}
+
+
+def _image_sizes(config: ModelConfig, geometry: Geometry) -> tuple[int, ...]:
+    """Return the numbers of patches of the programs that encode images, which have up to `max_model_len` tokens."""
+    if config.vision is None:
+        return ()
+    from jpaged.device.vision import call_sizes  # only of models that have an encoder
+
+    return call_sizes(min(config.vision.max_patches, geometry.max_model_len * config.vision.num_merged))
+
+
+def lower_image_encoder(spec: ProgramSpec, model: Model, device: jax.Device) -> jax.stages.Lowered:
+    """Lower a program of the vision encoder, which runs on the first device."""
+    from jpaged.device.vision import lower_encoder, packs_matrices  # only of models that have an encoder
+
+    assert model.config.vision is not None
+    return lower_encoder(model.config.vision, model.dtype, spec.size, device, packs=packs_matrices(device))
 
 
 def _lower_experts(spec: ProgramSpec, step: Step, arrays: Sequence[Any]) -> jax.stages.Lowered:
@@ -620,10 +643,12 @@ class ServerPrograms:
         kept = None if keep is None else ExecutableCache.of(keep, step, geometry, params)
         sources = {}
         for spec, lowering in program_lowerings(step, params, geometry).items():
+            devices = tuple(step.mesh.devices.flat)[: 1 if spec.kind == "encode" else None]
             if saved is not None and saved.has(spec):
-                sources[spec] = ProgramSource(functools.partial(saved.load, spec, step.mesh), is_saved=True)
+                sources[spec] = ProgramSource(functools.partial(saved.load, spec, devices), is_saved=True)
             elif kept is not None:
-                sources[spec] = ProgramSource(functools.partial(kept.make, spec, lowering))
+                cache = dataclasses.replace(kept, devices=devices)
+                sources[spec] = ProgramSource(functools.partial(cache.make, spec, lowering))
             else:
                 sources[spec] = ProgramSource.of(lowering)
         return cls(step, geometry, sources, local_bytes(own_params(step, params)))
@@ -633,7 +658,7 @@ class ServerPrograms:
         """The largest program of each kind, in the order of the list; all programs of auxiliary outputs.
 
         Of `sample` it is the one with top log-probabilities and all stages; of `decode` none, which is a forward and a
-        sample of no more tokens and rows.
+        sample of no more tokens and rows; of `encode` none, whose memory is estimated.
         """
         return _decisive(self.sources)
 
@@ -700,6 +725,7 @@ class ServerPrograms:
         # A step's forward, and whatever the device runs next to it: its sample, or the moves of the next step.
         # The next step's moves may also run next to a multi-step decode or to rounds of a draft model.
         several_bytes = max(temps.pop("decode", 0), temps.pop("speculate", 0))
+        temps.pop("encode", 0)  # part of `PoolRequest.encoder_bytes`
         temp_bytes = max(temps.pop("forward"), several_bytes) + max(temps.values(), default=0)
         largest = of_kind["forward"]
         code_bytes = sum((reports.get(spec) or of_kind.get(spec.kind, largest)).code_bytes for spec in self.sources)
@@ -762,7 +788,7 @@ class ServerPrograms:
 def _decisive(specs: Collection[ProgramSpec]) -> list[ProgramSpec]:
     largest: dict[tuple[str, AuxKind], ProgramSpec] = {}
     for spec in specs:
-        if spec.kind == "decode":
+        if spec.kind in ("decode", "encode"):
             continue
         best = largest.setdefault((spec.kind, spec.tell), spec)
         if (spec.size, spec.detail, spec.stages) > (best.size, best.detail, best.stages):

@@ -33,6 +33,7 @@ NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 NUM_BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 2) // 4))
 """Threads that compile while requests run, which need most processors themselves."""
 _RELEASE_S = 1.0
+_POLL_S = 0.01
 _BACKGROUND_NICENESS = 5
 """A thread of this niceness gets a quarter of a processor that it shares with a thread of niceness 0."""
 
@@ -110,6 +111,16 @@ class ProgramStore:
             known = ", ".join(str(one) for one in self.specs if one in ready) or "none: warm_up has not run"
             raise InternalError(f"program {spec} is not compiled; compiled are {known}")
         return program.executable
+
+    def wait(self, spec: ProgramSpec) -> jax.stages.Compiled:
+        """Return the executable of a program, as soon as the background has made it.
+
+        Raises:
+            InternalError: it failed, or is not in the list.
+        """
+        while spec not in self.ready and not all(future.done() for future in tuple(self._futures)):
+            time.sleep(_POLL_S)
+        return self.find(spec)
 
     def compile(self, specs: Collection[ProgramSpec], progress: Progress) -> None:
         """Make these programs, a few at a time, and return when all are ready. The first failure ends it."""

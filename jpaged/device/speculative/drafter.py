@@ -25,7 +25,7 @@ from jpaged.device.speculative.eagle import HeadPool
 from jpaged.device.step import DraftStep, Step
 from jpaged.device.step_sizes import DeviceAttention
 from jpaged.device.transfers import iter_copies
-from jpaged.engine.executor import I32, MAX_STATE_DRAFTS, BlockMoves, Geometry, Move, SamplingInputs, StepInputs
+from jpaged.engine.executor import I32, BlockMoves, Geometry, Move, SamplingInputs, StepInputs
 from jpaged.errors import InternalError, InvalidArgument
 from jpaged.kernels.paged_attention import Queries
 from jpaged.kernels.paged_attention.api import IMPLEMENTATIONS
@@ -72,11 +72,6 @@ def with_draft(
             "tokens of a step (max_num_batched_tokens)",
         )
     has_states, num_rows = step.model.config.num_recurrent_layers > 0, min(sizes[-1], geometry.max_num_seqs)
-    if has_states and num_tokens > MAX_STATE_DRAFTS:
-        raise InvalidArgument(
-            f"{NAME}.num_speculative_tokens",
-            f"{num_tokens} is over the limit of {MAX_STATE_DRAFTS} for models with recurrent state",
-        )
     geometry = dataclasses.replace(
         geometry,
         buckets=dataclasses.replace(geometry.buckets, speculates=sizes),

@@ -410,6 +410,11 @@ class DeviceRates:
         num_tokens, seconds = self.forward_s[-1]
         return num_tokens / (seconds + self.pair_s * num_tokens**2 / 2)
 
+    def prefill_s(self, begin: int, end: int) -> float:
+        """Return the seconds to compute the tokens `begin` to `end` of a prompt, in steps of the largest size."""
+        num_tokens, seconds = self.forward_s[-1]
+        return (end - begin) * seconds / num_tokens + self.pair_s * (end**2 - begin**2) / 2
+
 
 class RowField(NamedTuple):
     """One field of the record that controls how a row's next token is sampled.
@@ -669,8 +674,6 @@ MAX_NUM_STEPS = 16
 """Maximum number of decode steps in one dispatch."""
 MAX_NUM_ROUNDS = 16
 """Maximum number of draft-model rounds in one dispatch."""
-MAX_STATE_DRAFTS = 15
-"""Maximum draft tokens of a sequence in a step of a model with recurrent state: kernels run so few tokens at once."""
 NULL_BLOCK = 0
 """Padding rows and padding tokens write here; nothing reads it. Usable blocks are 1 to num_blocks."""
 

@@ -178,6 +178,10 @@ class BlockPort(Protocol):
         """True if no offer is being withdrawn; otherwise call `sweep` until it is."""
         ...
 
+    def admit(self, host: str) -> None:
+        """Accept connections from the numeric address of a server that may pull; other values are ignored."""
+        ...
+
     def offer(self, contents: BlockArrays) -> BlockOffer:
         """Offer arrays.
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jpaged.engine.executor import MAX_STATE_DRAFTS, NULL_BLOCK, BlockMoves, Move
+from jpaged.engine.executor import NULL_BLOCK, BlockMoves, Move
 from jpaged.engine.kv_cache.eviction.free_list import FreeList, LeastRecentlyUsed
 from jpaged.errors import InternalError
 from jpaged.pool import PrefixOwner
@@ -427,7 +427,6 @@ class StateSlots:
 
     def num_drafts(self, most: int) -> int:
         """Return for how many draft tokens of a sequence there are slots, up to `most`."""
-        most = min(most, MAX_STATE_DRAFTS)
         if most <= len(self._free):
             return most
         stored = Counter(slot for key, slot in self._checkpoints.items() if not self._pins[key])

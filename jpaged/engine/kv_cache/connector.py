@@ -23,6 +23,7 @@ import operator
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -34,7 +35,7 @@ from typing import Any, Literal, Protocol, cast
 
 from jpaged.blockstore.store import BlockStore, StoreCounts
 from jpaged.config import CacheOptions, KVTransferOptions
-from jpaged.engine.executor import HostBlocks
+from jpaged.engine.executor import DeviceRates, HostBlocks
 from jpaged.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ _LOOKUP_WAIT_S = 0.05
 """Longest wait of the engine thread for the lookups of one prompt; a store's index in memory takes a thousandth."""
 _MAX_KNOWN = 1 << 18
 """Maximum number of keys in the index of a connector, about 40 MB; the oldest ones are looked up again."""
+_RATE_MEMORY = 0.75
+"""Weight of all earlier transfers next to a new one, of each that is one older."""
+_MIN_PREFILL_TOKENS, _MAX_SLOWNESS = 16, 100.0
+_BELIEF = 1.02
+"""Factor on the estimated rate for each group that does not wait, so that a slow store is tried again."""
 _CLOSE_S = 5.0
 """Timeout for pending removals and `KVConnector.close` at the end."""
 
@@ -92,7 +98,11 @@ class KVConnector(Protocol):
     exit.
 
     **Optional methods.** `lookup_all(keys) -> Sequence[bool]` looks up the blocks of a prompt in one call, instead of
-    `lookup`. `check_config(extra_config)`, a static or class method, raises `InvalidArgument` before weights are read.
+    `lookup`. `load_all(keys, into) -> Sequence[bool]` and `save_all(keys, values) -> Sequence[bool]` load and save
+    several blocks in one call, for stores in which a call costs more than a block; a class has both or neither. Their
+    values are independent: one that is missing or finds no room does not affect the others. An attribute or property
+    `max_batch` limits the number of blocks in one call (default: 64). `check_config(extra_config)`, a static or class
+    method, raises `InvalidArgument` before weights are read.
 
     **Limits.** The engine starts at most 64 MiB of saves per second while requests run, and 1 GiB while none runs. A
     group waits for loads only while they are faster than computing, and never longer than computing would take. If a
@@ -143,6 +153,10 @@ class KVConnector(Protocol):
 
 ConnectorClass = Callable[[KVConnectorConfig], KVConnector]
 KeySearch = Callable[[Callable[[bytes], bool]], object]
+BlockToSave = tuple[bytes, memoryview, Callable[[], bool]]
+"""Arguments of `ConnectorStore.save`: key, contents, and a callback that returns False if the block is not needed."""
+_MAX_BATCH = 64
+"""Blocks in one call of a connector that does not state a limit."""
 _METHODS = ("lookup", "load", "save", "touch", "remove", "reset", "close")
 
 
@@ -176,8 +190,17 @@ class ConnectorStore(Protocol):
         """
         ...
 
+    @property
+    def max_batch(self) -> int:
+        """Return the maximum number of blocks of one call; 1 if threads that load one block each are faster."""
+        ...
+
     def load(self, key: bytes, into: memoryview) -> bool:
         """Load the contents of a block, `[bytes_per_block]`; return True if they are valid."""
+        ...
+
+    def load_all(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[bool]:
+        """Load several blocks, as `load`; return which are valid."""
         ...
 
     def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool]) -> bool:
@@ -186,6 +209,10 @@ class ConnectorStore(Protocol):
         Args:
             is_wanted: called last; False cancels the call. `remove` finds the block afterwards.
         """
+        ...
+
+    def save_all(self, blocks: Sequence[BlockToSave]) -> Sequence[bool]:
+        """Store several blocks, as `save`; return which are stored."""
         ...
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -220,6 +247,37 @@ class ConnectorStore(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectorCounts:
+    """Counters of a tier since the start.
+
+    Attributes:
+        num_tokens: prompt tokens loaded.
+        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
+        store: counters of the store, which several tiers may share.
+    """
+
+    store: StoreCounts
+    num_tokens: int = 0
+    num_fallbacks: int = 0
+    is_on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStore:
+    """One engine's share of a store.
+
+    Attributes:
+        store: owned by the engine until it stops; other engines may share it.
+        tier: name of the store in KV events and in the fields of `jpaged.server_load.EngineLoad`.
+        threads: executors for loads and for writes; None creates them.
+    """
+
+    store: ConnectorStore
+    tier: StoreTier = "disk"
+    threads: tuple[Executor, Executor] | None = None
+
+
 def import_connector(options: KVTransferOptions) -> ConnectorClass:
     """Import the class of a connector.
 
@@ -245,7 +303,11 @@ def import_connector(options: KVTransferOptions) -> ConnectorClass:
             f"{name} lacks {', '.join(missing)}: it must implement jpaged.engine.kv_cache.connector.KVConnector, which "
             "differs from vLLM's KVConnectorBase_V1",
         )
-    for method in (*_METHODS, "num_blocks", "lookup_all"):
+    if callable(getattr(kind, "load_all", None)) != callable(getattr(kind, "save_all", None)):
+        raise InvalidArgument(
+            "kv_transfer_config.kv_connector", f"{name} must have both load_all and save_all, or none"
+        )
+    for method in (*_METHODS, "num_blocks", "lookup_all", "load_all", "save_all"):
         if inspect.iscoroutinefunction(getattr(kind, method, None)):
             problem = f"{name}.{method} is async: it must be a plain method, which threads of the engine call"
             raise InvalidArgument("kv_transfer_config.kv_connector", problem)
@@ -290,6 +352,7 @@ class ConnectorGuard:
         self._name = options.kv_connector
         self._identity = blocks.kv_identity()
         self._bytes_per_block = blocks.bytes_per_block
+        self._value_bytes = blocks.bytes_per_block + CHECKSUM_BYTES
         self._lock = threading.RLock()
         self._num_users = 1
         self._is_on = True
@@ -302,7 +365,7 @@ class ConnectorGuard:
         self._slow_search: Future[Any] | None = None
         config = KVConnectorConfig(
             self._identity,
-            self._bytes_per_block + CHECKSUM_BYTES,
+            self._value_bytes,
             dict(options.kv_connector_extra_config),
             self._on_removed,
         )
@@ -316,6 +379,8 @@ class ConnectorGuard:
             raise InvalidArgument("kv_transfer_config.kv_connector", problem) from error
         self._lookup_all: Callable[[Sequence[bytes]], Sequence[bool]] | None
         self._lookup_all = getattr(self._connector, "lookup_all", None)
+        is_batching = callable(getattr(self._connector, "load_all", None))
+        self.max_batch = max(1, int(getattr(self._connector, "max_batch", _MAX_BATCH))) if is_batching else 1
         self._threads = DaemonThreadPool(1, "jpaged-connector-remove")
         self._lookups = lookups or DaemonThreadPool(1, "jpaged-connector-lookup")
 
@@ -351,53 +416,55 @@ class ConnectorGuard:
             self._slow_search = call
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        if not self._is_findable(key):
-            return False
-        value, begin_s = bytearray(self._bytes_per_block + CHECKSUM_BYTES), time.monotonic()
+        return self.load_all([key], [into])[0]
+
+    def load_all(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[bool]:
+        if not all(map(self._is_findable, keys)):
+            if len(keys) > 1:
+                return [self.load(key, one) for key, one in zip(keys, into, strict=True)]
+            return [False] * len(keys)
+        values, begin_s = [bytearray(self._value_bytes) for _ in keys], time.monotonic()
         num_removals = self._num_removals
         try:
             with self._timed("load"):
-                is_found = bool(self._connector.load(key, memoryview(value)))
+                are_found = self._load_values(keys, [memoryview(value) for value in values])
         except BaseException as error:
             self._disable("load", error)
-            return False
-        contents, checksum = memoryview(value)[: self._bytes_per_block], value[self._bytes_per_block :]
-        if not is_found:
-            self._remove_known(key)
-            return False
-        if self._checksum(key, contents) != checksum:
-            self._drop(key)
-            return False
-        into[:] = contents
-        self._add_known([key], num_removals)
-        self._count(num_read=1, read_bytes=self._bytes_per_block, read_s=time.monotonic() - begin_s)
-        return True
+            return [False] * len(keys)
+        loads = zip(keys, values, into, are_found, strict=True)
+        are_valid = [is_found and self._take_value(key, value, one) for key, value, one, is_found in loads]
+        for key, is_found in zip(keys, are_found, strict=True):
+            if not is_found:
+                self._remove_known(key)
+        if num_read := sum(are_valid):
+            self._add_known([key for key, is_valid in zip(keys, are_valid, strict=True) if is_valid], num_removals)
+            num_bytes = num_read * self._bytes_per_block
+            self._count(num_read=num_read, read_bytes=num_bytes, read_s=time.monotonic() - begin_s)
+        return are_valid
 
     def save(self, key: bytes, contents: memoryview, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        return self.save_all([(key, contents, is_wanted)])[0]
+
+    def save_all(self, blocks: Sequence[BlockToSave]) -> Sequence[bool]:
         begin_s, num_removals = time.monotonic(), self._num_removals
         with self._timed("lookup"):
-            is_stored = self._query(key)
-        if is_stored:
-            self._add_known([key], num_removals)
-        if is_stored or not self._is_on:
-            return False
-        value = bytearray(self._bytes_per_block + CHECKSUM_BYTES)
-        value[: self._bytes_per_block] = contents
-        value[self._bytes_per_block :] = self._checksum(key, contents)
+            keys = [key for key, _, _ in blocks]
+            stored = self._query_all(keys) or {key: self._query(key) for key in keys}
+        self._add_known([key for key in keys if stored[key] and self._is_findable(key)], num_removals)
+        missing = [block for block in blocks if not stored[block[0]]]
+        saved: set[bytes] = set()
         try:
-            with self._timed("save"):
-                if not self._connector.save(key, memoryview(value).toreadonly()):
-                    return False
-                if not is_wanted():
-                    self._connector.remove(key)
-                    return False
+            if missing and self._is_on:
+                saved.update(self._save_values(missing))
         except BaseException as error:
             self._disable("save", error)
-            return False
-        self._add_known([key], num_removals)
-        self._count(num_written=1, written_bytes=self._bytes_per_block, write_s=time.monotonic() - begin_s)
-        self._count_blocks()
-        return self._is_on
+            return [False] * len(blocks)
+        if saved:
+            self._add_known(saved, num_removals)
+            num_bytes = len(saved) * self._bytes_per_block
+            self._count(num_written=len(saved), written_bytes=num_bytes, write_s=time.monotonic() - begin_s)
+            self._count_blocks()
+        return [self._is_on and key in saved for key in keys]
 
     def touch(self, keys: Iterable[bytes]) -> None:
         self._call("touch", lambda: self._connector.touch(keys))
@@ -488,6 +555,38 @@ class ConnectorGuard:
         except BaseException as error:
             self._disable("lookup", error)
             return False
+
+    def _load_values(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[bool]:
+        """Load values by as few calls as possible; return which were found."""
+        if self.max_batch == 1:
+            return [bool(self._connector.load(key, one)) for key, one in zip(keys, into, strict=True)]
+        found: Sequence[bool] = cast(Any, self._connector).load_all(keys, into)
+        return [bool(one) for one, _ in zip(found, keys, strict=True)]
+
+    def _take_value(self, key: bytes, value: bytearray, into: memoryview) -> bool:
+        """Copy the contents of a value, unless its checksum is wrong; then drop the block."""
+        contents = memoryview(value)[: self._bytes_per_block]
+        if self._checksum(key, contents) != value[self._bytes_per_block :]:
+            self._drop(key)
+            return False
+        into[:] = contents
+        return True
+
+    def _save_values(self, blocks: Sequence[BlockToSave]) -> Iterator[bytes]:
+        """Save blocks by as few calls as possible; yield the keys of those that are stored and still needed."""
+        values = [bytes(contents) + self._checksum(key, contents) for key, contents, _ in blocks]
+        views = [memoryview(value) for value in values]
+        with self._timed("save"):
+            if self.max_batch == 1:
+                pairs = zip(blocks, views, strict=True)
+                are_saved = [bool(self._connector.save(key, view)) for (key, _, _), view in pairs]
+            else:
+                are_saved = list(cast(Any, self._connector).save_all([key for key, _, _ in blocks], views))
+            for (key, _, is_wanted), is_saved in zip(blocks, are_saved, strict=True):
+                if is_saved and is_wanted():
+                    yield key
+                elif is_saved:
+                    self._connector.remove(key)
 
     def _query_all(self, keys: Sequence[bytes]) -> dict[bytes, bool]:
         """Return which of these keys a connector with `lookup_all` has; {} of any other. May block."""
@@ -629,6 +728,82 @@ def _num_blocks(connector: Any) -> int:
     except (AttributeError, TypeError) as error:
         problem = f"{type(connector).__name__}.num_blocks must be an int, as an attribute, property or plain method"
         raise InvalidArgument("kv_transfer_config.kv_connector", f"{problem}: {error}") from error
+
+
+class TransferRate:
+    """Time of a transfer as a constant and a rate, fitted to recent transfers, each of which counts less than the next.
+
+    Args:
+        bytes_per_s, latency_s: assumed before there are measurements.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self._assumed = latency_s, 1 / bytes_per_s
+        first = 10 * latency_s * bytes_per_s
+        self._sums = (2.0, first, latency_s * 12, first**2, first * latency_s * 11)  # 1, x, y, xx, xy of two points
+        self._factor = 1.0
+
+    def record(self, num_bytes: int, seconds: float) -> None:
+        """Add a transfer."""
+        weight, x, y, xx, xy = (_RATE_MEMORY * old for old in self._sums)
+        y, xy, self._factor = y * self._factor, xy * self._factor, 1.0
+        self._sums = weight + 1, x + num_bytes, y + seconds, xx + num_bytes**2, xy + num_bytes * seconds
+
+    def speed_up(self, num_bytes: int) -> None:
+        """Reduce the time slightly, to the assumed one at least, so that a slow store is tried again."""
+        assumed_s = self._assumed[0] + num_bytes * self._assumed[1]
+        self._factor = min(
+            self._factor, max(self._factor / _BELIEF, assumed_s * self._factor / self.seconds(num_bytes))
+        )
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the time of a transfer."""
+        latency_s, s_per_byte = self._fit()
+        return self._factor * (latency_s + num_bytes * s_per_byte)
+
+    @property
+    def latency_s(self) -> float:
+        """Return the constant part of a transfer's time."""
+        return self._factor * self._fit()[0]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate without the constant part."""
+        return 1 / (self._factor * self._fit()[1])
+
+    def _fit(self) -> tuple[float, float]:
+        """Return the constant and the seconds per byte: a line of least squares through no negative value."""
+        weight, x, y, xx, xy = self._sums
+        variance, slope = weight * xx - x * x, weight * xy - x * y
+        if variance > 1e-6 * weight * xx and slope > 0 and (constant := y - x * slope / variance) >= 0:
+            return constant / weight, slope / variance
+        return (0.0, y / x) if x and slope > 0 else (y / weight, self._assumed[1])
+
+
+class PrefillRate:
+    """Time to compute tokens of a prompt: that of the rates at start, times an average of measured by expected times.
+
+    Only steps of several tokens count, because those of decoding rows have another cost.
+    """
+
+    def __init__(self, rates: DeviceRates) -> None:
+        self._rates = rates
+        self._slowness = 1.0
+
+    def record(self, num_tokens: int, num_padded: int, num_steps: int, seconds: float) -> None:
+        """Add a dispatch. Any thread may read, one may write."""
+        if num_steps != 1 or num_tokens < _MIN_PREFILL_TOKENS:
+            return
+        sizes = self._rates.forward_s
+        expected_s = sizes[min(bisect_left(sizes, (num_padded, 0.0)), len(sizes) - 1)][1]
+        expected_s += self._rates.pair_s * num_tokens**2 / 2
+        if expected_s > 0:
+            measured = min(max(seconds / expected_s, 1 / _MAX_SLOWNESS), _MAX_SLOWNESS)
+            self._slowness = _RATE_MEMORY * self._slowness + (1 - _RATE_MEMORY) * measured
+
+    def seconds(self, begin: int, end: int) -> float:
+        """Return the time to compute the tokens `begin` to `end` of a prompt."""
+        return self._slowness * self._rates.prefill_s(begin, end)
 
 
 _Call = tuple[Future[Any], Callable[[], Any]]

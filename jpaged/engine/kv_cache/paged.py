@@ -19,11 +19,12 @@ from jpaged.config import CacheOptions
 from jpaged.engine.executor import I32, Executor, Geometry, HostBlocks, Move
 from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockPool, StateSlots
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.engine.kv_cache.contiguous import ContiguousKVCacheManager
 from jpaged.engine.kv_cache.events import KVEventRecorder
 from jpaged.engine.kv_cache.eviction.policies import Eviction
 from jpaged.engine.kv_cache.interface import KVCacheManager, MemoryUse, RankPlacement, Shares
-from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier, EngineStore
+from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
 from jpaged.engine.kv_cache.offload.host import HostTier
 from jpaged.engine.kv_cache.prefix_cache import PinnedForRead, PrefixCacheManager, PrefixMatch
 from jpaged.engine.kv_cache.swapper import HostPrefetcher, PoolLimiter, SlidingWindows, Swapper, Tables

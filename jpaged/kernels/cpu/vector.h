@@ -136,6 +136,31 @@ inline Floats power_of_two(Floats x) {
 }
 #endif
 
+#ifdef __AVX512F__
+// 1 / x for normal numbers: an estimate that one step of Newton's method makes exact to the last bits.
+inline Floats reciprocal(Floats x) {
+  const Floats inverse = reinterpret_cast<Floats>(_mm512_maskz_rcp14_ps(0xffff, reinterpret_cast<__m512>(x)));
+  return inverse * (2.0f - x * inverse);
+}
+#else
+inline Floats reciprocal(Floats x) { return 1.0f / x; }
+#endif
+
+// The integral of 2 / sqrt(pi) e^-t^2 from 0 to x: x times a quotient of polynomials in x^2, fitted to a relative error
+// of 1e-8 where |x| < 3.85, and 1 or -1 beyond. Off by 4e-7 of the result.
+inline Floats error_function(Floats x) {
+  const Floats square = x * x;
+  Floats over = all(2.10825715e-6f), under = all(3.8731745e-5f);
+  for (const float term : {2.8567604e-4f, 3.67401377e-3f, 0.0524799637f, 0.187899724f, 1.12837911f}) {
+    over = over * square + term;
+  }
+  for (const float term : {1.1455199e-3f, 0.0147850607f, 0.113129787f, 0.499854684f, 1.0f}) {
+    under = under * square + term;
+  }
+  const Floats near = x * over * reciprocal(under), inner = x > 3.85f ? all(1.0f) : near;
+  return x < -3.85f ? all(-1.0f) : inner;
+}
+
 // 1 - 2 / (e^2x + 1) away from 0, and the continued fraction x / (1 + x^2 / (3 + x^2 / (5 + ...))) around it.
 inline Floats hyperbolic_tangent(Floats x) {
   const Floats magnitude = floats_of(bits_of(x) & 0x7fffffffu), square = x * x;

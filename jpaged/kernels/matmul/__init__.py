@@ -12,11 +12,13 @@ cuda/         the same for a jax without Pallas Triton, in CUDA C++
 XLA's own `dot_general` (`jpaged.models.layers`) is the specification, and the fallback.
 """
 
-from jpaged.kernels.matmul.multiply import Norm, ProductKernel, RowDelta, kernel, loaded, scale_operands
+from jpaged.kernels.matmul.multiply import GATES, Gate, Norm, ProductKernel, RowDelta, kernel, loaded, scale_operands
 from jpaged.kernels.matmul.packed import PackedMatrix, Packer, StoredColumns, can_pack, can_pack_experts, swap_experts
 from jpaged.kernels.matmul.quantized import QuantizedMatrix
 
 __all__ = [
+    "GATES",
+    "Gate",
     "Norm",
     "PackedMatrix",
     "Packer",

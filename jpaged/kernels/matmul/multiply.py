@@ -26,8 +26,8 @@ _PLAIN = {"code": np.int64(-1), "group": np.int64(1), "rounding": np.int64(0)}
 """The form of a matrix that is not quantized."""
 _BYTE_CORES = ("avx512bf16", "avx512vnni", "avxvnni", "avx2")
 """Cores that multiply rows of int8 faster than floats, as measured."""
-Gate = Literal["silu", "gelu_tanh"]
-"""An activation of gates in the kernel."""
+Gate = Literal["silu", "gelu_tanh", "gelu"]
+"""An activation of gates or sums in the kernel."""
 GATES: tuple[Gate | None, ...] = (None, *get_args(Gate))
 """In the order of `Gate` in core.h."""
 _NORMS = ("none", "rms", "layer")
@@ -74,6 +74,7 @@ class ProductKernel:
         max_width: floats of the widest vectors to use, if the processor has them: 16, 8 or 4.
         max_threads: maximum threads of XLA's pool; 0 is all.
         gate: the activation of matrices of two parts.
+        activation: applied to the sums of other matrices; None is none.
         clears: `multiply` sets rows that are not in use to zeros; otherwise they are undefined.
     """
 
@@ -82,6 +83,7 @@ class ProductKernel:
     max_width: int = MAX_WIDTH
     max_threads: int = 0
     gate: Gate = "silu"
+    activation: Gate | None = None
     clears: bool = True
 
     @property
@@ -107,7 +109,7 @@ class ProductKernel:
     ) -> Float[Array, "T N"]:
         """Compute residual + act(norm(x) W + delta + bias), accumulated in float32 and rounded once.
 
-        A matrix of two parts is gated: act(x) is gate(first part) * second part. Otherwise it is x.
+        A matrix of two parts is gated: act(x) is gate(first part) * second part. Otherwise it is the activation, or x.
 
         Args:
             x_tk: float32, bfloat16 or float16, as the matrix if that is not quantized.
@@ -130,7 +132,8 @@ class ProductKernel:
         added = (none32, jnp.zeros((0,), jnp.int32)) if delta is None else (delta.sums_tn, delta.adapters_t)
         vectors = none32 if delta is None or delta.vectors is None else delta.vectors
         attributes = {**form, **self._norm_attributes(norm), "clears": np.int64(self.clears)}
-        y_tn: jax.Array = run(*operands, *scales, *added, vectors, gate=gate, **attributes)
+        act = np.int64(GATES.index(None if matrix.num_parts == 2 else self.activation))
+        y_tn: jax.Array = run(*operands, *scales, *added, vectors, gate=gate, activation=act, **attributes)
         return y_tn
 
     def normalise(self, x_tk: Float[Array, "T K"], norm: Norm, num_rows: Int[Array, ""]) -> Float[Array, "T K"]:
@@ -138,7 +141,7 @@ class ProductKernel:
         none = jnp.zeros((0,), x_tk.dtype)
         operands = (none if array is None else array for array in (norm.scale, norm.bias))
         run = jax.ffi.ffi_call(f"{NAME}_normalise", jax.ShapeDtypeStruct(x_tk.shape, x_tk.dtype))
-        attributes = {**_PLAIN, **self._norm_attributes(norm), "clears": np.int64(1)}
+        attributes = {**_PLAIN, **self._norm_attributes(norm), "clears": np.int64(1), "activation": np.int64(0)}
         y_tk: jax.Array = run(x_tk, num_rows.astype(jnp.int32), *operands, gate=np.int64(0), **attributes)
         return y_tk
 

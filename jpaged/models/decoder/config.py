@@ -281,7 +281,8 @@ class DecoderConfig(ModelConfig):
     @property
     def embed_width(self) -> int:
         """See `ModelConfig`."""
-        return 0 if self.layer_inputs else self.hidden_size
+        width = self.hidden_size if self.vision is None else self.vision.row_width
+        return 0 if self.layer_inputs else width
 
     @property
     def max_model_len(self) -> int:
@@ -308,7 +309,7 @@ class DecoderConfig(ModelConfig):
     @property
     def fuses_gate(self) -> bool:
         """True if a matmul kernel may apply the gate: one of `matmul.multiply.GATES`."""
-        return self.activation in ("silu", "gelu_tanh")
+        return self.activation in ("silu", "gelu_tanh", "gelu")
 
 
 WINDOW = "lossy_kv_window"

@@ -24,6 +24,7 @@ from jpaged.models.config import Mixture
 from jpaged.models.decoder.config import DecoderConfig, QueryScale
 from jpaged.models.layer_kinds import LayerKind
 from jpaged.models.layers import (
+    ActivatedLinear,
     Attend,
     ColumnParts,
     Ends,
@@ -353,9 +354,12 @@ class MLP(Module):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         is_gated = config.is_gated
         self.gate_up = GatedLinear(width, inner, bias, config.activation, dtype, rngs) if is_gated else None
-        self.up = None if is_gated else Linear(width, (inner,), bias, dtype, rngs)
+        self.up: Linear | None = None
+        if not is_gated and config.activation == "xielu":
+            self.up = Linear(width, (inner,), bias, dtype, rngs)
+        elif not is_gated:
+            self.up = ActivatedLinear(width, inner, bias, config.activation, dtype, rngs)
         self.down = Linear(inner, (width,), bias, dtype, rngs)
-        self.activation = config.activation
         self.xielu = XIELU(dtype) if config.activation == "xielu" else None
 
     def __call__(
@@ -385,7 +389,7 @@ class MLP(Module):
         return self.down.add_to_parts(inner_tf, x)
 
     def _activate(self, x: jax.Array) -> jax.Array:
-        return activate(x, self.activation) if self.xielu is None else self.xielu(x)
+        return x if self.xielu is None else self.xielu(x)
 
 
 class AttentionModule(Protocol):

@@ -180,6 +180,7 @@ def _to_hf(config: DeepseekConfig) -> dict[str, object]:
             "topk_group": routing.top_groups,
         }
     return own | {
+        "pad_token_id": None,  # otherwise transformers' default exceeds a small vocabulary
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_heads,
         "hidden_act": "silu",

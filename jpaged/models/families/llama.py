@@ -184,23 +184,25 @@ def _qwen_language(whole: JsonFields) -> JsonFields:
 def _read_sectioned(variant: LlamaVariant, fields: JsonFields, architecture: str) -> DecoderConfig:
     """Read a model whose frequencies are in sections, for the positions of time, row and column."""
     section = next((fields.mapping(key) for key in _ROPE_SECTIONS if fields.has(key)), {})
-    sections = section.get("mrope_section", [16, 24, 24])
+    sections = section.get("mrope_section", [24, 20, 20] if variant.model_type == "qwen3" else [16, 24, 24])
     if not isinstance(sections, list) or not all(isinstance(size, int) for size in sections):
         raise fields.bad("mrope_section", f"is {str(sections)[:80]}; it must be a list of 3 numbers")
     plain = {key: value for key, value in section.items() if key not in ("type", "mrope_section")}
     kind = plain.get("rope_type", section.get("type", "default"))
     plain["rope_type"] = "default" if kind == "mrope" else kind
+    has_turns = plain.pop("mrope_interleaved", variant.model_type == "qwen3")
+    if has_turns is not (variant.model_type == "qwen3"):
+        raise fields.bad("mrope_interleaved", f"is {has_turns}; {architecture} always has {not has_turns}")
     config = variant.read(fields.replaced({"rope_scaling": None, "rope_parameters": plain}), architecture)
-    return replace(config, ropes=(replace(config.ropes[0], sections=tuple(sections)),))
+    return replace(config, ropes=(replace(config.ropes[0], sections=tuple(sections), has_turns=has_turns),))
 
 
-def _qwen_images() -> Family[DecoderConfig]:
-    """Return Qwen2.5-VL (Alibaba 2025): the language model is Qwen2, with rotary positions of three axes."""
-    variant = LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)
+def _qwen_images(model_type: str, variant: LlamaVariant) -> Family[DecoderConfig]:
+    """Return a model that reads images (Alibaba 2025): Qwen2 or Qwen3, with rotary positions of three axes."""
 
     def write(config: DecoderConfig) -> dict[str, object]:
         sizes = {
-            "model_type": "qwen2_5_vl_text",
+            "model_type": f"{model_type}_text",
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
             "num_hidden_layers": config.num_layers,
@@ -214,7 +216,7 @@ def _qwen_images() -> Family[DecoderConfig]:
         return "model.language_model." if is_new else "model."
 
     read = functools.partial(_read_sectioned, variant)
-    family = decoder_family("qwen2_5_vl", read, write, Names(), name_prefix=prefix, ignored=("visual.",))
+    family = decoder_family(model_type, read, write, Names(), name_prefix=prefix, ignored=("visual.",))
     return replace(family, language=_qwen_language)
 
 
@@ -324,7 +326,12 @@ ARCHITECTURES = {
     "LlamaForCausalLM": _family(LlamaVariant("llama", "config", True, False, "none", None, None, 2048, (1, 2))),
     "MistralForCausalLM": _family(LlamaVariant("mistral", "none", False, False, "length", None, 8, 131072, (1, 2))),
     "Qwen2ForCausalLM": _family(LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)),
-    "Qwen2_5_VLForConditionalGeneration": _qwen_images(),
+    "Qwen2_5_VLForConditionalGeneration": _qwen_images(
+        "qwen2_5_vl", LlamaVariant("qwen2", "qkv", False, False, "switch", None, 32, 32768, None)
+    ),
+    "Qwen3VLForConditionalGeneration": _qwen_images(
+        "qwen3_vl", LlamaVariant("qwen3", "config", False, True, "none", 128, 32, 128000, None)
+    ),
     "Qwen3ForCausalLM": _family(LlamaVariant("qwen3", "config", False, True, "switch", 128, 32, 32768, None)),
     "MiMoForCausalLM": _family(
         LlamaVariant("mimo", "qkv", False, False, "switch", None, 32, 32768, None, "model.mtp_layers.")

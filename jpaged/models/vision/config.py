@@ -139,6 +139,48 @@ def _read_qwen(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> Visi
     )
 
 
+def _read_qwen3(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> VisionConfig:
+    """Read the encoder of Qwen3-VL, whose learned positions are interpolated."""
+    fields.only("model_type", "qwen3_vl", "qwen3_vl_vision", why="the supported encoder is that of Qwen3-VL")
+    num_layers = fields.integer("depth", 27, maximum=MAX_LAYERS)
+    deep_layers = fields.value("deepstack_visual_indexes", [8, 16, 24])
+    if not isinstance(deep_layers, list) or not all(type(i) is int and 0 <= i < num_layers for i in deep_layers):
+        raise fields.bad("deepstack_visual_indexes", f"is {str(deep_layers)[:80]}; it must be a list of layers")
+    if len(deep_layers) > text.num_layers or sorted(set(deep_layers)) != deep_layers:
+        problem = f"is {deep_layers}; it must ascend, with up to {text.num_layers} layers"
+        raise fields.bad("deepstack_visual_indexes", problem)
+    num_positions = fields.integer("num_position_embeddings", 2304)
+    side = math.isqrt(num_positions)
+    if side**2 != num_positions:
+        raise fields.bad("num_position_embeddings", f"is {num_positions}; it must be a square")
+    fields.only("out_hidden_size", text.hidden_size, why=f"the language model has {text.hidden_size}")
+    rope = JsonFields(fields.mapping("rope_parameters"), f"{fields.name} rope_parameters")
+    rope.only("rope_type", "axial", "default", why="only rotary positions of rows and columns are supported")
+    theta = rope.number("rope_theta", 1e4)
+    rope.finish()
+    return VisionConfig(
+        kind="qwen3_vl",
+        hidden_size=fields.integer("hidden_size", 1152, maximum=MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 4304, maximum=MAX_WIDTH),
+        num_layers=num_layers,
+        num_heads=fields.integer("num_heads", 16),
+        num_channels=fields.integer("in_channels", 3, minimum=3, maximum=3),
+        patch_size=fields.integer("patch_size", 16),
+        temporal_size=fields.integer("temporal_patch_size", 2),
+        image_size=0,
+        merge_size=fields.integer("spatial_merge_size", 2),
+        out_size=text.hidden_size,
+        activation=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        norm_eps=1e-6,
+        rope_theta=theta,
+        num_places=side,
+        deep_layers=tuple(deep_layers),
+        image_token_id=_read_image_token(whole, 151655, text),
+        projector_eps=1e-6,
+        projector_bias=True,
+    )
+
+
 def _read_siglip(whole: JsonFields, fields: JsonFields, text: ModelConfig) -> VisionConfig:
     """Read SigLIP (Zhai et al. 2023) as Gemma 3 uses it: every image has one size, and rows are means of patches."""
     fields.only("model_type", "siglip_vision_model", why="the supported encoder of this model is SigLIP")
@@ -180,6 +222,7 @@ _READERS: Mapping[str, _Reader] = {
     "Gemma3ForConditionalGeneration": _read_siglip,
     "LlavaForConditionalGeneration": _read_pixtral,
     "Qwen2_5_VLForConditionalGeneration": _read_qwen,
+    "Qwen3VLForConditionalGeneration": _read_qwen3,
 }
 
 
@@ -280,6 +323,37 @@ def _qwen_leaves(config: VisionConfig) -> VisionLeaves:
     return VisionLeaves(outer, layers)
 
 
+def _qwen3_leaves(config: VisionConfig) -> VisionLeaves:
+    width, between, tower = config.hidden_size, config.intermediate_size, "visual."
+    merged, out = config.num_merged * width, config.out_size
+    outer = [
+        _patch_kernel(config, f"{tower}patch_embed.proj"),
+        _vector(("patch", "bias"), f"{tower}patch_embed.proj.bias", width),
+        same(("positions",), f"{tower}pos_embed.weight", (None, None), (config.num_places**2, width)),
+        *_layer_norm("merge_norm", f"{tower}merger.norm", width),
+        *_linear("linear_1", f"{tower}merger.linear_fc1", merged, merged, has_bias=True),
+        *_linear("linear_2", f"{tower}merger.linear_fc2", merged, out, has_bias=True),
+    ]
+    for i in range(len(config.deep_layers)):
+        prefix = f"{tower}deepstack_merger_list.{i}."
+        outer += _layer_norm(f"deep_{i}_norm", f"{prefix}norm", merged)
+        outer += _linear(f"deep_{i}_1", f"{prefix}linear_fc1", merged, merged, has_bias=True)
+        outer += _linear(f"deep_{i}_2", f"{prefix}linear_fc2", merged, out, has_bias=True)
+    layers = []
+    for prefix in (f"{tower}blocks.{i}." for i in range(config.num_layers)):
+        layers.append(
+            [
+                *_layer_norm("attention_norm", f"{prefix}norm1", width),
+                *_projections([f"{prefix}attn.qkv"], width, has_bias=True),
+                *_linear("out", f"{prefix}attn.proj", width, width, has_bias=True),
+                *_layer_norm("mlp_norm", f"{prefix}norm2", width),
+                *_linear("up", f"{prefix}mlp.linear_fc1", width, between, has_bias=True),
+                *_linear("down", f"{prefix}mlp.linear_fc2", between, width, has_bias=True),
+            ]
+        )
+    return VisionLeaves(outer, layers)
+
+
 def _siglip_leaves(config: VisionConfig) -> VisionLeaves:
     width, between, tower = config.hidden_size, config.intermediate_size, "vision_tower."
     projector, num_places = "multi_modal_projector.", (config.image_size // config.patch_size) ** 2
@@ -310,6 +384,7 @@ def _siglip_leaves(config: VisionConfig) -> VisionLeaves:
 _LEAVES: Mapping[str, Callable[[VisionConfig], VisionLeaves]] = {
     "pixtral": _pixtral_leaves,
     "qwen2_5_vl": _qwen_leaves,
+    "qwen3_vl": _qwen3_leaves,
     "siglip": _siglip_leaves,
 }
 

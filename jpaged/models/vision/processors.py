@@ -25,7 +25,7 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 _BILINEAR, _BICUBIC = 2, 3
 _MAX_RATIO = 200
 _MAX_NEWLINES = 32
-_WITH_ROPE_GRID = ("qwen2_5_vl",)
+_WITH_ROPE_GRID = ("qwen2_5_vl", "qwen3_vl")
 """Encoders of models whose rotary positions in an image are rows and columns."""
 _NAMES = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "data_format", "input_data_format"),
@@ -214,7 +214,7 @@ class PixtralProcessor(PatchProcessor):
 
 
 class QwenProcessor(PatchProcessor):
-    """Image processor of Qwen2.5-VL: the aspect ratio stays, within limits of pixels in all.
+    """Image processor of Qwen2.5-VL and Qwen3-VL: the aspect ratio stays, within limits of pixels in all.
 
     Args:
         pixels: minimum and maximum number of pixels after the resize.
@@ -315,6 +315,7 @@ class SiglipProcessor(PatchProcessor):
 _READERS: Mapping[str, Callable[[VisionConfig, JsonFields, JsonFields, Mapping[str, int]], PatchProcessor]] = {
     "pixtral": PixtralProcessor.read,
     "qwen2_5_vl": QwenProcessor.read,
+    "qwen3_vl": QwenProcessor.read,
     "siglip": SiglipProcessor.read,
 }
 

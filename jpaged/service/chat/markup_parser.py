@@ -39,7 +39,7 @@ _TYPE_KEYS = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allO
 _NAME = re.compile(r"[^\s<>{}()\[\]\"'=,;|]+")
 _KEY_IN_LIST = re.compile(r"[^\s<>{}()\[\]\"'=,;|:]+")
 _BEYOND_SPACE = re.compile(f"[^{SPACE}]")
-_NUMBERED = re.compile(r"functions\.(.+):\d+", re.DOTALL)
+_NUMBERED = re.compile(r"(?:functions\.)?(.+):\d+", re.DOTALL)
 INDEX, CALL_ID = "INDEX", "CALL_ID?"
 """Places in the text before a call's arguments: of the call's number, and of an id that Mistral's models may write."""
 

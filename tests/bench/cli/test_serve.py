@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jpaged.bench.cli.serve import plot_title
 from jpaged.bench.results import compare
 from jpaged.cli import server_process
 from jpaged.cli.main import main
@@ -29,6 +30,13 @@ def fake_server(monkeypatch):
 
     monkeypatch.setattr(server_process, "command", command)
     monkeypatch.chdir(ROOT)
+
+
+def test_a_plot_names_the_number_of_requests_that_were_sent():
+    """A trace may have fewer than `--num-prompts`."""
+    runs = [{"completed": 11, "failed": 1}, {"completed": 9, "failed": 0}]
+    assert plot_title("m", "openai", runs[:1]) == "m over openai: 12 requests"
+    assert plot_title("m", "jpaged", runs) == "m over jpaged: 12 requests per rate"
 
 
 @pytest.mark.long

@@ -84,12 +84,12 @@ def symmetric(weight: np.ndarray, bits: int, size: int) -> tuple[np.ndarray, np.
     return np.rint(groups / scales).reshape(weight.shape), scales[..., 0]
 
 
-def asymmetric(weight: np.ndarray, bits: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(numbers from 0, scales, zeros from 0) with scales that float16 has."""
+def asymmetric(weight: np.ndarray, bits: int, size: int, least: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers from 0, scales, zeros from `least`) with scales that float16 has."""
     groups = by_group(weight, size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scales = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
-    zeros = np.clip(np.rint(-low / scales), 0, 2**bits - 1)
+    zeros = np.clip(np.rint(-low / scales), least, 2**bits - 1)
     numbers = np.clip(np.rint(groups / scales) + zeros, 0, 2**bits - 1)
     return numbers.reshape(weight.shape), scales[..., 0], zeros[..., 0]
 
@@ -100,11 +100,19 @@ def spread(of_groups: np.ndarray, depth: int) -> np.ndarray:
 
 def pack_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
     """`[n, columns]` -> int32 `[n * bits / 32, columns]`, the first in the lowest bits."""
+    if bits == 3:  # a whole number of bits for each column
+        columns = [sum(int(number) << (3 * place) for place, number in enumerate(column)) for column in numbers.T]
+        rows = [[column >> (32 * word) & 0xFFFFFFFF for column in columns] for word in range(3 * len(numbers) // 32)]
+        return np.array(rows, np.uint32).view(np.int32)
     per_word = 32 // bits
     words = np.zeros((-(-len(numbers) // per_word), numbers.shape[1]), np.uint32)
     for index, row in enumerate(numbers):
         words[index // per_word] |= row.astype(np.uint32) << np.uint32(bits * (index % per_word))
     return words.view(np.int32)
+
+
+GPTQMODEL_ONES = {4: [0x11111111], 8: [0x01010101], 3: [0x24924924, 0x92492492, 0x49249249]}
+"""What GPTQModel takes from zeros in its first format."""
 
 
 def gptq(
@@ -117,15 +125,16 @@ def gptq(
         order = rng.permutation(depth) if has_order else np.arange(depth)
         if borrows:
             weight = np.where(np.arange(len(weight))[:, None] % 3 == 1, np.abs(weight), weight)
-        numbers, scales, zeros = asymmetric(weight[:, order], bits, size)
+        numbers, scales, zeros = asymmetric(weight[:, order], bits, size, least=int(bits < 4 and not borrows))
         ids = np.empty(depth, np.int32)
         ids[order] = np.arange(depth) // size
         in_place = np.empty_like(numbers)
         in_place[:, order] = numbers
         if borrows:
             assert (zeros == 0).any()
-            ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
-            words = (pack_rows(zeros, bits).view(np.uint32) - ones).view(np.int32)
+            packed = pack_rows(zeros, bits).view(np.uint32)
+            ones = np.resize(np.array(GPTQMODEL_ONES[bits], np.uint32), len(packed))[:, None]
+            words = (packed - ones).view(np.int32)
         else:
             words = pack_rows(zeros if is_v2 else (zeros - 1) % 2**bits, bits)
         parts = {
@@ -269,6 +278,22 @@ def compressed_nvfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
     return parts, E2M1[codes] * each
 
 
+def modelopt_nvfp4(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    parts, plain = compressed_nvfp4(weight, rng)
+    whole = 1 / parts[".weight_global_scale"].astype(np.float32)[0]
+    return {
+        ".weight": parts[".weight_packed"],
+        ".weight_scale": parts[".weight_scale"],
+        ".weight_scale_2": np.array(whole, np.float32),
+        ".input_scale": np.array(0.04, np.float32),
+    }, plain
+
+
+def modelopt_block(weight: np.ndarray, rng: np.random.Generator) -> Written:
+    parts, plain = float8("block", size=128)(weight, rng)
+    return {**parts, ".weight_scale": parts[".weight_scale"][:, None, :, None]}, plain
+
+
 def compressed_mxfp8(weight: np.ndarray, rng: np.random.Generator) -> Written:
     exponents = np.floor(np.log2(np.abs(by_group(weight, 32)).max(-1))) - 8
     each = spread(np.exp2(exponents), weight.shape[1])
@@ -325,6 +350,14 @@ LAYOUTS = [
         left=("o_proj",),
     ),
     LayoutCase("gptq_8_bits", {**_GPTQ, "bits": 8}, gptq(8)),
+    LayoutCase("gptq_2_bits", {**_GPTQ, "bits": 2}, gptq(2), cuts_nothing=True),
+    LayoutCase("gptq_3_bits", {**_GPTQ, "bits": 3}, gptq(3), cuts_nothing=True),
+    LayoutCase(
+        "gptq_3_bits_borrows",
+        {**_GPTQ, "bits": 3, "meta": {"quantizer": ["gptqmodel:5.0.0"]}},
+        gptq(3, borrows=True),
+        cuts_nothing=True,
+    ),
     LayoutCase("gptq_borrows", {**_GPTQ, "meta": {"quantizer": ["gptqmodel:2.2.0"]}}, gptq(4, borrows=True)),
     LayoutCase(
         "gptq_8_bits_borrows",
@@ -446,6 +479,34 @@ LAYOUTS = [
             {**_int(4, "tensor_group", group_size=16, dynamic="local"), "type": "float"},
         ),
         compressed_nvfp4,
+    ),
+    LayoutCase(
+        "modelopt_fp8",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["lm_head", "*.o_proj*"],
+            "producer": {"name": "modelopt"},
+        },
+        float8("tensor", is_static=True),
+        left=("o_proj",),
+    ),
+    LayoutCase(
+        "modelopt_fp8_columns",
+        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"},
+        float8("channel"),
+    ),
+    LayoutCase("modelopt_fp8_blocks", {"quant_algo": "fp8_pb_wo", "ignore": ["lm_head"]}, modelopt_block),
+    LayoutCase(
+        "modelopt_mxfp8",
+        {"quant_algo": "MXFP8", "quant_method": "modelopt", "ignore": ["lm_head"]},
+        compressed_mxfp8,
+        cuts_nothing=True,
+    ),
+    LayoutCase(
+        "modelopt_nvfp4",
+        {"quant_algo": "NVFP4", "quant_method": "modelopt_fp4", "group_size": 16, "ignore": ["lm_head"]},
+        modelopt_nvfp4,
     ),
     LayoutCase(
         "mxfp8",

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jpaged.checkpoints.hub import find_scheme
-from jpaged.checkpoints.weights import load_params, open_tensors
+from jpaged.checkpoints.hub import find_scheme, read_json
+from jpaged.checkpoints.weights import load_params, open_tensors, read_kv_scales
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.models.hf_config import from_hf
 from tests.checkpoints.quantized.layouts import LAYOUTS, LayoutCase, with_tensor, write_quantized, write_tensors
 from tests.checkpoints.quantized.test_layouts import case_of, model_of
+from tests.models.tiny import tiny_case, write_checkpoint
 
 OF = {layout.name: layout for layout in LAYOUTS}
 
@@ -119,6 +121,50 @@ def test_scales_of_keys_and_values_are_without_effect(name: str, tmp_path: Path)
     scale = {f"model.layers.0.self_attn.{name}": np.ones(1, np.float32)}
     write_tensors({**read_tensors(tmp_path), **scale}, tmp_path)
     load_params(model_of(tmp_path), tmp_path, "loop")
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"k_proj.k_scale": 0.5, "v_proj.v_scale": 0.25}, (0.5, 0.25)),
+        ({"k_scale": 0.5, "v_scale": 0.25, "q_scale": 9.0}, (0.5, 0.25)),
+        ({"attn.k_scale": 0.5, "attn.v_scale": 0.25}, (0.5, 0.25)),
+        ({"k_proj.output_scale": 0.5, "v_proj.output_scale": 0.25}, (0.5, 0.25)),
+        ({"kv_scale": 0.5}, (0.5, 0.5)),
+        ({"k_scale": 0.5}, (0.5, 0.5)),
+    ],
+)
+def test_scales_of_the_kv_cache_are_read_by_layer(
+    stored: dict[str, float], expected: tuple[float, float], tmp_path: Path
+) -> None:
+    write_checkpoint(tiny_case("llama_mha"), tmp_path)
+    config = from_hf(read_json(tmp_path / "config.json"))
+    scales = {f"model.layers.1.self_attn.{name}": np.full((1,), scale, np.float32) for name, scale in stored.items()}
+    write_tensors({**read_tensors(tmp_path), **scales}, tmp_path)
+    found = read_kv_scales(tmp_path, config, is_fp8=True)
+    assert found is not None
+    assert found[1].tolist() == list(expected)
+    assert np.isnan(np.delete(found, 1, axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "problem"),
+    [
+        (np.zeros(1, np.float32), "k_scale is 0.0; it must be above 0"),
+        (np.ones(2, np.float32), "k_scale has 2 numbers; only one for all heads is supported"),
+    ],
+)
+def test_scales_of_the_kv_cache_without_a_meaning_are_refused(
+    scale: np.ndarray, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tiny_case("llama_mha"), tmp_path)
+    config = from_hf(read_json(tmp_path / "config.json"))
+    write_tensors({**read_tensors(tmp_path), "model.layers.0.self_attn.k_scale": scale}, tmp_path)
+    with pytest.raises((InvalidArgument, Unsupported), match=problem):
+        read_kv_scales(tmp_path, config, is_fp8=True)
+    with caplog.at_level("INFO"):
+        assert read_kv_scales(tmp_path, config, is_fp8=False) is None
+    assert "only used with --kv-cache-dtype fp8" in caplog.text
 
 
 def test_scales_of_inputs_are_passed_over_where_rows_are_not_rounded(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def test_the_list_of_programs() -> None:
     names = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False)))
     assert names == [*least, *steps, "copy[64]"]
     swaps = ["swap_out[8]", "swap_in[8]", "swap_out[64]", "swap_in[64]"]
+    with_images = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=False, image_sizes=(64, 128))))
+    assert set(with_images) - set(names) == {"encode[64]", "encode[128]"}
+    assert not {"encode[64]", "encode[128]"} & set(with_images[: len(least)])  # a start does not wait for them
     with_swaps = list(map(str, program_specs(buckets, (8, 64), has_host_blocks=True)))
     assert with_swaps[: len(least) + 2] == [*least, "swap_out[8]", "swap_in[8]"]
     assert len(with_swaps) == len(set(with_swaps))

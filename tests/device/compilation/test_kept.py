@@ -20,17 +20,24 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation import aot_bundle, lowering
+from jpaged.device.compilation.aot_bundle import AOTBundle, CompileTarget, save_programs
 from jpaged.device.compilation.compile import ProgramSpec, set_up_compile_cache, told
 from jpaged.device.compilation.executable_cache import ExecutableCache, ProgramBucket
-from jpaged.device.compilation.lowering import abstract_serving, program_lowerings
+from jpaged.device.compilation.lowering import ServerPrograms, abstract_serving, program_lowerings
+from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.executor import JaxExecutor
 from jpaged.device.mesh import serving_mesh
 from jpaged.device.step import Step
+from jpaged.device.vision import JaxVisionEncoder, call_sizes, random_params
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InvalidArgument
+from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
+from jpaged.models.model import Model
+from jpaged.models.vision.processors import read_processor
 from tests.device import tiny_model
 from tests.device.driver import Driver, Row
+from tests.models.vision import CASES, PREPROCESSORS, VOCABULARY, device, pictures
 
 SPEC = ProgramSpec("forward", 3)
 
@@ -332,3 +339,35 @@ def test_several_processes_of_a_server_use_no_bucket(
     with caplog.at_level(logging.WARNING):
         assert ProgramBucket.from_environment() is None
     assert "JPAGED_CACHE_URL is not used by a server of several processes" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_programs_of_a_vision_encoder_are_cached_and_saved(num_devices: int, tmp_path: Path) -> None:
+    """They run on the first device of a mesh, wherever they come from."""
+    config = from_hf(CASES["qwen2_5_vl"])
+    assert config.vision is not None
+    set_up_compile_cache(None)
+    model, mesh = Model(config, np.dtype(np.float32)), serving_mesh(num_devices)
+    step, geometry, params = abstract_serving(model, tiny_model.OPTIONS, mesh, "loop")
+
+    def programs(saved: AOTBundle | None = None) -> ServerPrograms:
+        return ServerPrograms.of(step, geometry, params, saved, tmp_path / "kept")
+
+    specs = [spec for spec in programs().sources if spec.kind == "encode"]
+    assert [spec.size for spec in specs] == list(call_sizes(4 * geometry.max_model_len))
+    made = programs().compile(specs[:1])
+    save_programs(tmp_path / "saved", CompileTarget.of(step, geometry), made)
+    found = {"compiled": made, "cache": programs().compile(specs[:1])}
+    found["saved"] = programs(AOTBundle.open(tmp_path / "saved")).compile(specs[:1])
+    encoder = JaxVisionEncoder(config.vision, random_params(config.vision, model.dtype, device(), 1), 64)
+    processor = read_processor(config.vision, (PREPROCESSORS["qwen2_5_vl"], {}), VOCABULARY)
+    images = [processor.prepare(image) for image in pictures((20, 20))]
+    (want,) = encoder.encode(images)
+    for origin, compiled in found.items():
+        store = ProgramStore({specs[0]: programs().sources[specs[0]]})
+        store.ready = dict(compiled)
+        encoder.set_programs(store)
+        (rows,) = encoder.encode(images)
+        assert {program.origin for program in compiled.values()} == {origin}
+        np.testing.assert_array_equal(rows, want)

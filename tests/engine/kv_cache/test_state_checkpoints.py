@@ -182,7 +182,7 @@ def test_more_pins_than_slots_are_refused():
 
 def test_prefixes_with_state_are_not_transferred():
     h = make()
-    transfer = ReplicaTransfer(h.engine._loop.memory, h.engine.geometry, None, lambda then: None)
+    transfer = ReplicaTransfer(h.engine._loop.memory, h.engine.geometry, None, lambda then: None, [])
     with pytest.raises(Unsupported, match="prefixes cannot be transferred: the model has recurrent state"):
         _ = transfer.tiers
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.config import CacheOptions
-from jpaged.engine.executor import MAX_STATE_DRAFTS
 from jpaged.engine.kv_cache.blocks import SequenceBlocks, StateSlots
 from jpaged.engine.kv_cache.paged import make_memory
 from jpaged.errors import InternalError, Unsupported
@@ -132,7 +131,3 @@ def test_drafts_take_free_slots_and_those_of_checkpoints_but_no_pinned_ones() ->
     slots.accept(kv, kv.draft_slots[1])
     assert slots.num_drafts(9) == 3
     slots.check([kv])
-
-
-def test_the_number_of_drafts_has_a_limit() -> None:
-    assert StateSlots(64).num_drafts(40) == MAX_STATE_DRAFTS

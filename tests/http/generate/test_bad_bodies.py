@@ -9,7 +9,8 @@ import httpx2
 import pytest
 
 from jpaged.errors import InvalidArgument
-from jpaged.openai.request import chat_job, check_values, completion_job
+from jpaged.json_text import check_values
+from jpaged.openai.request import chat_job, completion_job
 from jpaged.openai.response_input import build_messages
 from jpaged.sampling_params import request_fields
 from tests.server.harness import running
@@ -157,11 +158,11 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
         ("/v1/completions", {"prompt": ["x"] * 1025}, "prompt", "1024"),
         ("/v1/completions", {"prompt": [300]}, "prompt", "256"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 999}, "prompt", "max_model_len"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 999}, "max_tokens", "max_model_len"),
         ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
         ("/v1/chat/completions", {"store": "yes"}, "store", "bool"),
         ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
-        ("/v1/chat/completions", {"max_completion_tokens": 999}, "messages", "max_model_len"),
+        ("/v1/chat/completions", {"max_completion_tokens": 999}, "max_completion_tokens", "max_model_len"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "x"}]}]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from jpaged.kernels.matmul import Norm, PackedMatrix, ProductKernel, kernel
+from jpaged.kernels.matmul import Gate, Norm, PackedMatrix, ProductKernel, kernel
 from jpaged.models import rope
 from tests.kernels.matmul.products import multiply
 
@@ -115,6 +116,33 @@ def test_a_matrix_of_two_parts_is_gated(limited: ProductKernel, inner: int, dtyp
     np.testing.assert_allclose(
         got.astype(np.float64), silu(gate) * up, rtol=TOLERANCE[dtype], atol=20 * TOLERANCE[dtype]
     )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_sums_have_an_activation_before_a_residual_is_added(limited: ProductKernel, activation: Gate) -> None:
+    x = np.concatenate([np.linspace(-9, 9, 1801), [-1e30, -1e4, -1e-30, 0, 1e-30, 1e4]]).astype(np.float32)[:, None]
+    matrix, bias = pack(np.ones((1, 1), np.float32)), jnp.float32([0.25])
+    kernel = dataclasses.replace(limited, activation=activation)
+    run = jax.jit(lambda x: kernel.multiply(x, matrix, jnp.int32(len(x)), bias=bias, residual=x))
+    sums = x.astype(np.float64) + 0.25
+    normal = 0.5 * np.vectorize(math.erfc)(-sums / 2**0.5)
+    tanh = 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * sums * (1 + 0.044715 * np.minimum(sums**2, 1e10))))
+    with np.errstate(over="ignore"):
+        factor = {"silu": 1 / (1 + np.exp(-sums)), "gelu_tanh": tanh, "gelu": normal}[activation]
+    np.testing.assert_allclose(run(x), x + sums * factor, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(1400, 384, 96), (700, 768, 5000)], ids=str)
+@pytest.mark.long
+def test_rows_that_are_divided_into_spans_have_the_bits_of_each_alone(shape: tuple[int, int, int]) -> None:
+    """Rows exceed what stays in a cache, or blocks do; a span ends within the rows."""
+    num_rows, depth, width = shape
+    x, matrix = numbers((num_rows, depth), "float32", 1), numbers((depth, width), "float32")
+    packed = pack(matrix)
+    got = multiply(found_kernel(), x, packed)
+    for row in (0, 335, 336, 347, 348, num_rows - 1):
+        assert got[row].tobytes() == multiply(found_kernel(), x[row : row + 1], packed)[0].tobytes()
+    np.testing.assert_allclose(got, x.astype(np.float64) @ matrix, rtol=0, atol=3e-4)
 
 
 def test_every_float16_is_read_and_written_as_itself(limited: ProductKernel) -> None:

@@ -56,6 +56,7 @@ class FakePort:
         self.sizes: dict[int, int] = {}
         self.drains: list[int] = []
         self.pulls: list[FakePull] = []
+        self.admitted: set[str] = set()
 
     @property
     def num_bytes_offered(self) -> int:
@@ -64,6 +65,9 @@ class FakePort:
     @property
     def is_settled(self) -> bool:
         return not self.drains
+
+    def admit(self, host: str) -> None:
+        self.admitted.add(host)
 
     def offer(self, contents: BlockArrays) -> BlockOffer:
         num_bytes = sum(array.nbytes for array in contents.arrays)
@@ -138,6 +142,7 @@ async def test_blocks_are_pulled_and_the_tokens_are_those_of_one_server(
         await ports.check_tokens(request(LONG, max_tokens=24, **sampling))
         received = ports.both.received
         assert (received.num_blocks_received, received.num_pulls, received.num_pulls_failed) == (WHOLE, 1, 0)
+        assert ports.offering.admitted == {"127.0.0.1"}
         assert received.num_bytes_pulled == received.num_bytes_received > 0
         assert ports.both.decode.serving.engine.load().num_blocks_swapped_in == WHOLE
         assert not ports.both.failures
@@ -271,13 +276,34 @@ async def test_seeded_requests_equal_those_of_one_server(connected: Callable[...
 
 
 def test_the_faster_transport_is_chosen_and_the_other_one_tried_again() -> None:
-    rates = TransferRates()
-    rates.record(1 << 20, 2.0, is_port=True)
-    assert rates.choose_port()  # nothing is known of the other one
-    rates.record(1 << 10, 1e-9, is_port=False)
-    assert rates.choose_port()  # too small to count
-    rates.record(1 << 20, 1.0, is_port=False)
-    assert [rates.choose_port() for _ in range(32)].count(True) == 2
-    for _ in range(8):
-        rates.record(1 << 20, 0.1, is_port=True)
-    assert rates.choose_port()
+    rates, size = TransferRates(), 1 << 20
+    rates.record(size, 2.0, is_port=True)
+    assert rates.choose_port(size)  # nothing is known of the other one
+    rates.record(size, 1.0, is_port=False)
+    assert [rates.choose_port(size) for _ in range(32)].count(True) == 2
+    for _ in range(16):
+        rates.record(size, 0.1, is_port=True)
+    assert rates.choose_port(size)
+
+
+def test_what_takes_longer_to_transfer_than_to_compute_is_computed_and_tried_again() -> None:
+    rates, size = TransferRates(), 1 << 20
+    for _ in range(4):
+        assert rates.compare(size, 0.5, has_port=False) is None  # too little is known
+        rates.record(size, 1.0, is_port=False)
+    found = [rates.compare(size, 0.5, has_port=False) for _ in range(32)]
+    assert found.count(None) == 2 and found[0] == pytest.approx(1.0, rel=0.3)
+    assert rates.compare(size, 2.0, has_port=False) is None
+    assert rates.compare(size, 0.5, has_port=True) is None  # the port is not tried yet
+    for _ in range(4):
+        rates.record(size, 0.1, is_port=True)
+    assert rates.compare(size, 0.5, has_port=True) is None
+
+
+async def test_prompts_are_computed_where_a_transfer_would_take_longer(connected: Callable[..., Any]) -> None:
+    """A token takes a millionth of a second here, less than any transfer."""
+    async with connected(decode={"kv_transfer_config": TRANSFER, "prefill_policy": "auto"}) as ports:
+        for number in range(12):
+            await ports.check_tokens(request(f"{number}" + LONG, max_tokens=4))
+        pulls, here = ports.both.received.num_pulls, ports.both.decode.serving.role_counts.num_here["slower"]
+        assert 4 <= pulls < 12 and pulls + here == 12

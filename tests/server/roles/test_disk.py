@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.testing import FakeExecutor
 from tests.engine.kv_cache.offload.disks import Slow
 from tests.server import harness as harness_module

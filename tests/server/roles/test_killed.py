@@ -34,7 +34,8 @@ class Apart:
         self._words: dict[str, tuple[str, ...]] = {"both": (), "prefill": ("--role", "prefill")}
         self.start("both")
         self.start("prefill")
-        options = ("--prefill-target", self.targets["prefill"], "--prefill-min-tokens", "32")
+        always = ("--prefill-min-tokens", "32", "--prefill-policy", "always")
+        options = ("--prefill-target", self.targets["prefill"], *always)
         self._words["decode"] = ("--role", "decode", *options)
         self.start("decode")
 

@@ -27,6 +27,7 @@ from tests.models.tiny import tiny_case, write_checkpoint
 from tests.processes import Process
 
 TALE = "Once upon a time there was a wood, and in the wood a fox. " * 12
+ALWAYS = ("--prefill-min-tokens", "32", "--prefill-policy", "always")
 PROMPTS = [f"{name} was a little fox. {TALE}" for name in "ABCD"]
 SAMPLINGS = [
     SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
@@ -70,7 +71,7 @@ def test_tokens_are_those_of_one_server_until_the_other_is_killed_and_after() ->
     with serving() as (_, both):
         wanted = answers(both)
     with serving("--role", "prefill") as (first, prefill):
-        options = ("--role", "decode", "--prefill-target", prefill, "--prefill-min-tokens", "32")
+        options = ("--role", "decode", "--prefill-target", prefill, *ALWAYS)
         with serving(*options, "--metrics-port", "0") as (_, decode):
             assert answers(decode) == wanted
             with Client(decode) as client, Client(prefill) as other:
@@ -107,7 +108,7 @@ def with_ports(
 ) -> Iterator[tuple[Process, Process, str]]:
     """A prefill and a decode server with data ports, and the address of the latter."""
     with serving("--role", "prefill", *PORT, "--prefill-hold", "5", *first, model=model) as (prefill, target):
-        options = ("--role", "decode", "--prefill-target", target, "--prefill-min-tokens", "32", *PORT)
+        options = ("--role", "decode", "--prefill-target", target, *ALWAYS, *PORT)
         limits = ("--prefill-timeout", "20", "--transfer-timeout", "20")
         with serving(*options, *limits, *second, model=model) as (decode, address):
             yield prefill, decode, address

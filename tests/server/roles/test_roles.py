@@ -31,7 +31,13 @@ def fake(kind: type[FakeExecutor] = FakeExecutor, *, num_host_blocks: int = 128)
 
 def apart(target: str, **options: Any) -> dict[str, Any]:
     """The options of a decode server whose prompts of 8 tokens and more are computed there."""
-    return {"role": "decode", "prefill_target": (target,), "prefill_min_tokens": 8, **options}
+    return {
+        "role": "decode",
+        "prefill_target": (target,),
+        "prefill_min_tokens": 8,
+        "prefill_policy": "always",
+        **options,
+    }
 
 
 @dataclass

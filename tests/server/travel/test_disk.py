@@ -7,7 +7,7 @@ import pytest
 from jpaged.blockstore.store import BlockStore
 from jpaged.client import AsyncClient
 from jpaged.engine.engine import Engine
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.testing import seeing
 from tests.engine.kv_cache.offload.disks import Slow
 from tests.server import harness as harness_module

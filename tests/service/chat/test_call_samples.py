@@ -301,6 +301,10 @@ def test_a_key_that_ends_in_a_line_break_is_the_same_however_it_comes():
 def test_ids_that_the_model_writes_are_unique():
     call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert [one.id for one in answer("kimi_k2", call + call).tool_calls] == ["functions.now:0", "id0"]
+    short = call.replace("functions.", "")
+    assert (
+        answer("kimi_k2", short).tool_calls == answer("kimi_k2", *short).tool_calls == (ToolCall("now:0", "now", "{}"),)
+    )
 
 
 def test_a_string_streams_as_it_comes():

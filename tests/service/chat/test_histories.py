@@ -17,8 +17,9 @@ from jpaged.client.convert import chat_message
 from jpaged.config import EngineConfig
 from jpaged.demo import FOLDER
 from jpaged.errors import InvalidArgument, Unsupported
+from jpaged.json_text import check_values
 from jpaged.llm import LLM
-from jpaged.openai.request import chat_job, check_values
+from jpaged.openai.request import chat_job
 from jpaged.openai.response_input import build_messages
 from jpaged.openai.responses import parse_responses_request
 from jpaged.server.servicer import chat_options_from, messages_from

@@ -42,11 +42,18 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from jpaged.blockstore.store import StoreCounts
 from jpaged.config import CacheOptions
 from jpaged.engine.executor import DeviceRates, Geometry, HostBlocks, Move
 from jpaged.engine.kv_cache.blocks import BlockCopyPlan, BlockHash, BlockTable, group_block_hash
-from jpaged.engine.kv_cache.connector import ConnectorStore, DaemonThreadPool, StoreTier, open_store
+from jpaged.engine.kv_cache.connector import (
+    ConnectorCounts,
+    ConnectorStore,
+    DaemonThreadPool,
+    EngineStore,
+    PrefillRate,
+    TransferRate,
+    open_store,
+)
 from jpaged.engine.kv_cache.events import ConnectorKVEvents
 from jpaged.engine.kv_cache.offload.host import HostTier, Staging
 from jpaged.engine.kv_cache.prefix_cache import BlockHashIndex, PrefixCacheManager, num_usable
@@ -122,12 +129,24 @@ class BlockLoader:
 _FIRST_BYTES_PER_S = 200e6
 _LATENCY_S = 0.002
 """Assumed rate and latency of a store before there are measurements."""
-_BELIEF = 1.02
-"""Factor on the estimated rate for each group that does not wait, so that a slow store is tried again."""
 _LEAST_WAIT_S = 0.05
 """Minimum wait: shorter ones are within the wake-up time of threads."""
 _NUM_AT_ONCE = 16
-"""Maximum number of groups processed per step; others wait for these."""
+"""Maximum number of groups processed per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Block of a call that loads one or several."""
+
+    call: Future[Sequence[bool]]
+    index: int
+
+    def is_done(self) -> bool:
+        return self.call.done()
+
+    def is_valid(self) -> bool:
+        return self.call.result()[self.index]
 
 
 @dataclass(slots=True, eq=False)
@@ -147,9 +166,10 @@ class _Fetch:
     longest_s: float
     behind: _Fetch | None = None
     host_block_ids: list[int] = field(default_factory=list)
-    reads: list[Future[bool]] = field(default_factory=list)
+    reads: list[_Read] = field(default_factory=list)
     num_in: int = 0
     is_over: bool = False
+    is_late: bool = False
     has_gone_on: bool = False
     began_s: float | None = None
     until_s: float = 0.0
@@ -188,12 +208,12 @@ class BlockReader:
         self._store = store
         self._blocks = blocks
         self._staging = staging
-        self._rates = rates
+        self.prefill = PrefillRate(rates)
         self._block_size = block_size
         self._threads = threads
         self._count = count
         self._came = came
-        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self.rate = TransferRate(_FIRST_BYTES_PER_S, _LATENCY_S)
         self._fetches: dict[SequenceGroup, _Fetch] = {}
         self._wanting: dict[BlockHash, dict[_Fetch, None]] = {}  # fetches that wait for a key; none is empty
         self._leftover: list[_Fetch] = []
@@ -209,18 +229,17 @@ class BlockReader:
         return bool(self._fetches)
 
     @property
-    def under_way(self) -> list[Future[bool]]:
-        """Return the reads whose results are not processed."""
-        return [read for fetch in self._all() for read in fetch.reads[fetch.num_in :]]
+    def under_way(self) -> list[Future[Sequence[bool]]]:
+        """Return the calls of which a result is not processed."""
+        return [*{read.call for fetch in self._all() for read in fetch.reads[fetch.num_in :]}]
 
     def block_s(self, key: BlockHash) -> float | None:
         """Return the seconds to read a block at the measured rate; None if the store lacks it."""
-        return self._blocks.bytes_per_block / self._bytes_per_s if self._store.lookup(key) else None
+        return self._blocks.bytes_per_block / self.rate.bytes_per_s if self._store.lookup(key) else None
 
     def is_worth(self, begin: int, end: int, num_blocks: int) -> bool:
         """Return True if reading num_blocks is faster than computing blocks `begin` to `end`. Any thread may ask."""
-        read_s = _LATENCY_S + num_blocks * self._blocks.bytes_per_block / self._bytes_per_s
-        return self._compute_s(begin, end) > read_s
+        return self._compute_s(begin, end) > self.rate.seconds(num_blocks * self._blocks.bytes_per_block)
 
     def start_load(self, group: SequenceGroup, loader: BlockLoader) -> bool:
         """Start to load a group's prompt; return False if the store has nothing that is faster than computing."""
@@ -229,7 +248,7 @@ class BlockReader:
             return False
         begin, end = blocks[0].index, blocks[-1].index + 1
         if not self.is_worth(begin, end, len(blocks)):
-            self._bytes_per_s = min(self._bytes_per_s * _BELIEF, max(self._bytes_per_s, _FIRST_BYTES_PER_S))
+            self.rate.speed_up(len(blocks) * self._blocks.bytes_per_block)
             return False
         first = blocks[0].key
         behind = next((other for other in self._wanting.get(first, ()) if other.blocks[0].key == first), None)
@@ -267,8 +286,8 @@ class BlockReader:
                 fetch.began_s, fetch.until_s = now_s, now_s + fetch.longest_s
             max_bytes -= self._bring_in(fetch, max_bytes, loader)
             self._read_on(fetch)
-            if now_s > fetch.until_s:
-                fetch.is_over = True
+            if now_s > fetch.until_s and not fetch.is_done:
+                fetch.is_over = fetch.is_late = True
             if fetch.is_done:
                 self._end(fetch, now_s)
                 going_on.append(fetch.group)
@@ -291,19 +310,19 @@ class BlockReader:
         self._want_no_more(fetch)
         self._leftover.append(fetch)
         self._count(0, fetch.is_over)
-        if fetch.began_s is not None and now_s > fetch.began_s:
-            seen = fetch.num_in * self._blocks.bytes_per_block / (now_s - fetch.began_s)
-            self._bytes_per_s = (self._bytes_per_s + seen) / 2
+        if fetch.began_s is not None and (fetch.is_late or not fetch.is_over):  # late ones take at least that long
+            waited_s = min(now_s - fetch.began_s, 2 * fetch.longest_s)
+            self.rate.record(len(fetch.blocks) * self._blocks.bytes_per_block, waited_s)
 
     def _bring_in(self, fetch: _Fetch, max_bytes: int, loader: BlockLoader) -> int:
         """Insert loaded blocks in order; return the number of bytes moved."""
         num_bytes = 0
         while not fetch.is_over and num_bytes < max_bytes and fetch.num_in < len(fetch.reads):
             read = fetch.reads[fetch.num_in]
-            if not read.done():
+            if not read.is_done():
                 break
             block, host_block_id = fetch.blocks[fetch.num_in], fetch.host_block_ids[fetch.num_in]
-            if read.result() and loader.bring_in(fetch.group, block, host_block_id):
+            if read.is_valid() and loader.bring_in(fetch.group, block, host_block_id):
                 num_bytes += self._blocks.bytes_per_block
                 self._came(block.key)
                 self._count(0 if block.kv_group else self._block_size, False)
@@ -314,18 +333,22 @@ class BlockReader:
         return num_bytes
 
     def _read_on(self, fetch: _Fetch) -> None:
+        """Start to read the next blocks, as far as staging blocks are free, several of them by one call."""
         while not fetch.is_over and len(fetch.reads) < len(fetch.blocks):
-            host_block_id = self._staging.take()
-            if host_block_id is None:
+            first = len(fetch.reads)
+            host_block_ids = self._staging.take_up_to(min(self._store.max_batch, len(fetch.blocks) - first))
+            if not host_block_ids:
                 return
-            key = fetch.blocks[len(fetch.reads)].key
-            fetch.host_block_ids.append(host_block_id)
-            fetch.reads.append(self._threads.submit(self._store.load, key, self._blocks.view(host_block_id)))
+            keys = [block.key for block in fetch.blocks[first : first + len(host_block_ids)]]
+            views = [self._blocks.view(host_block_id) for host_block_id in host_block_ids]
+            call = self._threads.submit(self._store.load_all, keys, views)
+            fetch.host_block_ids += host_block_ids
+            fetch.reads += [_Read(call, index) for index in range(len(keys))]
 
     def _clear(self, fetch: _Fetch) -> None:
         """Return the staging blocks of finished reads that no group waits for."""
-        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].done():
-            fetch.reads[fetch.num_in].result()
+        while fetch.num_in < len(fetch.reads) and fetch.reads[fetch.num_in].is_done():
+            fetch.reads[fetch.num_in].is_valid()
             self._staging.give_back(fetch.host_block_ids[fetch.num_in])
             fetch.num_in += 1
 
@@ -348,9 +371,7 @@ class BlockReader:
 
     def _compute_s(self, begin: int, end: int) -> float:
         """Return the seconds to compute the tokens of these blocks of a prompt."""
-        begin, end = begin * self._block_size, end * self._block_size
-        size, seconds = self._rates.forward_s[-1]
-        return (end - begin) * seconds / size + self._rates.pair_s * (end**2 - begin**2) / 2
+        return self.prefill.seconds(begin * self._block_size, end * self._block_size)
 
 
 _MAX_LOOKS = 256
@@ -372,7 +393,7 @@ class _Spill:
     held: BlockTable | None
     since: int
     is_wanted: bool = True
-    written: Future[bool] | None = None
+    written: Future[Sequence[bool]] | None = None
 
 
 class BlockWriter:
@@ -412,9 +433,9 @@ class BlockWriter:
         return bool(self._due or self._under_way)
 
     @property
-    def under_way(self) -> list[Future[bool]]:
+    def under_way(self) -> list[Future[Sequence[bool]]]:
         """Return the pending calls of the writer thread."""
-        return [spill.written for spill in self._writing if spill.written is not None]
+        return [*{spill.written: None for spill in self._writing if spill.written is not None}]
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -459,14 +480,24 @@ class BlockWriter:
             written.result()  # an error of the thread is an error of the engine
             self._written(self._writing[0].key)
             self._end(self._writing.popleft())
+        settled: list[_Spill] = []
         while self._landing and self._host.is_settled([self._landing[0].host_block_id], self._landing[0].since):
             spill = self._landing.popleft()
             if spill.is_wanted:
-                spill.written = self._threads.submit(self._write, spill)
-                self._writing.append(spill)
+                settled.append(spill)
             else:
                 self._end(spill)
+        self._start_writes(settled)
         return sum(self._begin(key, cache) for key in self._next(max_blocks))
+
+    def _start_writes(self, settled: Sequence[_Spill]) -> None:
+        """Submit the copied blocks, several of them to one call."""
+        for start in range(0, len(settled), self._store.max_batch):
+            spills = settled[start : start + self._store.max_batch]
+            written = self._threads.submit(self._write, spills)
+            for spill in spills:
+                spill.written = written
+            self._writing.extend(spills)
 
     def _next(self, max_blocks: int) -> Iterable[BlockHash]:
         """Yield due keys in order, up to max_blocks begun ones and while staging blocks are free."""
@@ -509,11 +540,10 @@ class BlockWriter:
         else:
             self._host.release(spill.held)
 
-    def _write(self, spill: _Spill) -> bool:
-        """Write a block; runs on the writer thread."""
-        if not spill.is_wanted:
-            return False
-        return self._store.save(spill.key, self._blocks.view(spill.host_block_id), lambda: spill.is_wanted)
+    def _write(self, spills: Sequence[_Spill]) -> Sequence[bool]:
+        """Write blocks, except canceled ones; runs on the writer thread."""
+        kept, view = [one for one in spills if one.is_wanted], self._blocks.view
+        return self._store.save_all([(one.key, view(one.host_block_id), lambda one=one: one.is_wanted) for one in kept])
 
     def check(self) -> None:
         """Check the bookkeeping of writes.
@@ -543,37 +573,6 @@ _END_S = 5.0
 """Timeout at close for a store that does not respond."""
 _STALLED_S = 1.0
 """Time without progress after which pending calls count as hung: an idle engine then polls them rarely."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorCounts:
-    """Counters of a tier since the start.
-
-    Attributes:
-        num_tokens: prompt tokens loaded.
-        num_fallbacks: groups that computed blocks that failed to load or did not load in time.
-        store: counters of the store, which several tiers may share.
-    """
-
-    store: StoreCounts
-    num_tokens: int = 0
-    num_fallbacks: int = 0
-    is_on: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStore:
-    """One engine's share of a store.
-
-    Attributes:
-        store: owned by the engine until it stops; other engines may share it.
-        tier: name of the store in KV events and in the fields of `jpaged.server_load.EngineLoad`.
-        threads: executors for loads and for writes; None creates them.
-    """
-
-    store: ConnectorStore
-    tier: StoreTier = "disk"
-    threads: tuple[Executor, Executor] | None = None
 
 
 def num_staged(bytes_per_block: int, num_host_blocks: int) -> int:
@@ -616,6 +615,7 @@ class ConnectorTier:
 
     Attributes:
         is_worth: see `BlockReader.is_worth`.
+        prefill: rate of the alternative to a load.
 
     Args:
         share: the engine's share of a store, which this tier owns until `close`.
@@ -657,7 +657,7 @@ class ConnectorTier:
             self._count,
             may_hold,
         )
-        self.is_worth = self._reader.is_worth
+        self.is_worth, self.prefill = self._reader.is_worth, self._reader.prefill
         self._counts = ConnectorCounts(store.counts)
         self._prefixes: PrefixCacheManager | None = None
         self._loader: BlockLoader | None = None
@@ -850,15 +850,17 @@ class ConnectorTier:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @property
+    def _is_behind(self) -> bool:
+        return self._events is not None and self._events.is_busy
+
+    @property
     def _is_pending(self) -> bool:
-        is_behind = self._events is not None and self._events.is_busy
-        return self._writer.is_busy or self._reader.is_busy or is_behind
+        return self._writer.is_busy or self._reader.is_busy or self._is_behind
 
     @property
     def _pending(self) -> tuple[int, ...]:
         """Return numbers that change when anything pending advances."""
-        is_behind = self._events is not None and self._events.is_busy
-        return *self._writer.progress, len(self._reader.under_way), is_behind
+        return *self._writer.progress, len(self._reader.under_way), self._is_behind
 
     def _note_used(self) -> None:
         """Submit the hits since the last call to the store, unless the previous update is still running."""

@@ -275,6 +275,13 @@ class Staging:
         self._out.add(block_id)
         return block_id
 
+    def take_up_to(self, num_blocks: int) -> list[int]:
+        """Take up to `num_blocks` blocks, as far as they are ready."""
+        block_ids: list[int] = []
+        while len(block_ids) < num_blocks and (block_id := self.take()) is not None:
+            block_ids.append(block_id)
+        return block_ids
+
     def give_back(self, block_id: int) -> None:
         """Release a block, which already decided moves may still read."""
         if block_id not in self._out:

@@ -14,6 +14,8 @@ has forgotten all values, and the client connects to it by itself.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import queue
@@ -32,12 +34,14 @@ from jpaged import json_text
 from jpaged.config import MooncakeOptions, child_environment, mooncake_config_path, set_default_variables
 from jpaged.distributed_env import split_address
 from jpaged.engine.kv_cache.connector import KVConnectorConfig
-from jpaged.errors import InvalidArgument
+from jpaged.errors import InternalError, InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-_NUM_BUFFERS = 16
-"""Values in transfer at the same time: eight loads and a save of each replica, if others do not use theirs."""
+_MIN_BUFFERS, _MAX_BUFFERS, _BUFFER_BYTES = 16, 1024, 64 << 20
+"""Values in transfer at the same time, of all loads and saves: limits of their number, and their memory."""
+_BATCH_BYTES, _MAX_BATCH = 8 << 20, 64
+"""Maximum of one call. On busy processors a call costs milliseconds, because threads of three processes take turns."""
 _RETRY_S = 1.0
 """Time between attempts to reach a master."""
 _CONNECT_S = 2.0
@@ -69,12 +73,12 @@ class MooncakeClient(Protocol):
         """Return `is_exist` for each key, and renew their leases."""
         ...
 
-    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Copy a value to registered memory; return its size."""
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        """Copy values to registered memory; return their sizes, or errors."""
         ...
 
-    def put_from(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Store registered memory as a value, unless the key has one."""
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
+        """Store registered memory as values, except of keys that have one; return 0 or errors."""
         ...
 
     def remove(self, key: str, force: bool = False) -> int:
@@ -91,6 +95,8 @@ class MooncakeClient(Protocol):
 
 
 Connect = Callable[[MooncakeOptions, bool], MooncakeClient | None]
+_Transfer = Callable[[MooncakeClient, Sequence[np.ndarray], int], Sequence[int]]
+"""Reads or writes the values from an index on with some buffers; returns their codes."""
 
 
 class MooncakeStoreConnector:
@@ -141,30 +147,46 @@ class MooncakeStoreConnector:
             return [False] * len(keys)
         return [one == 1 for one in found]
 
+    @property
+    def max_batch(self) -> int:
+        """Return the maximum number of blocks of one call."""
+        return max(1, min(_MAX_BATCH, _BATCH_BYTES // self._value_bytes))
+
     def load(self, key: bytes, into: memoryview) -> bool:
         """Copy a value to `into`; return False if there is none."""
-        name = self._name(key)
+        return self.load_all([key], [into])[0]
 
-        def read(client: MooncakeClient, buffer: np.ndarray) -> int:
-            size = client.get_into(name, buffer.ctypes.data, buffer.nbytes)
-            if size == buffer.nbytes:
-                into[:] = buffer.data
-            return size
+    def load_all(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[bool]:
+        """Copy values to `into`; return which there are."""
+        names, size = [self._name(key) for key in keys], self._value_bytes
 
-        return self._calls.transfer(read) == self._value_bytes
+        def read(client: MooncakeClient, buffers: Sequence[np.ndarray], begin: int) -> Sequence[int]:
+            some = names[begin : begin + len(buffers)]
+            codes = client.batch_get_into(some, [one.ctypes.data for one in buffers], [size] * len(some))
+            for buffer, place, code in zip(buffers, into[begin:], codes, strict=False):
+                if code == size:
+                    place[:] = buffer.data
+            return codes
+
+        return [code == size for code in self._calls.transfer(len(keys), read)]
 
     def save(self, key: bytes, value: memoryview) -> bool:
         """Store a value; return False if there is no room, or no master."""
-        name = self._name(key)
+        return self.save_all([key], [value])[0]
 
-        def write(client: MooncakeClient, buffer: np.ndarray) -> int:
-            buffer[:] = value
-            return client.put_from(name, buffer.ctypes.data, buffer.nbytes)
+    def save_all(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> Sequence[bool]:
+        """Store values; return which are stored."""
+        names, size = [self._name(key) for key in keys], self._value_bytes
 
-        if self._calls.transfer(write):
-            return False
-        self._num_saved += 1
-        return True
+        def write(client: MooncakeClient, buffers: Sequence[np.ndarray], begin: int) -> Sequence[int]:
+            some = names[begin : begin + len(buffers)]
+            for buffer, value in zip(buffers, values[begin:], strict=False):
+                buffer[:] = value
+            return client.batch_put_from(some, [one.ctypes.data for one in buffers], [size] * len(some))
+
+        are_saved = [code == 0 for code in self._calls.transfer(len(keys), write)]
+        self._num_saved += sum(are_saved)
+        return are_saved
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Look up the keys, which renews their leases, the order in which the master evicts."""
@@ -196,16 +218,17 @@ class MooncakeCalls:
         up <── removals ── an answer of the master ── down, once a second
 
     Args:
-        value_bytes: size of the buffers.
+        value_bytes: size of each buffer.
         connect: see `connect_client`.
     """
 
     def __init__(self, options: MooncakeOptions, value_bytes: int, connect: Connect) -> None:
         self._options = options
         self._connect = connect
-        self._buffers = np.zeros((_NUM_BUFFERS, value_bytes), np.uint8)
+        num_buffers = min(_MAX_BUFFERS, max(_MIN_BUFFERS, _BUFFER_BYTES // value_bytes))
+        self._buffers = np.zeros((num_buffers, value_bytes), np.uint8)
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(_NUM_BUFFERS):
+        for number in range(num_buffers):
             self._free.put(number)
         self._lock = threading.Lock()
         self._client: MooncakeClient | None = None
@@ -238,16 +261,34 @@ class MooncakeCalls:
             self._set_down(f"error {code}")
         return code
 
-    def transfer(self, function: Callable[[MooncakeClient, np.ndarray], int]) -> int:
-        """Return the code of a function that also needs a buffer; a negative one if none is free."""
-        try:
-            number = self._free.get_nowait()
-        except queue.Empty:
-            return _LOST[0]
-        try:
-            return self.run(lambda client: function(client, self._buffers[number]))
-        finally:
-            self._free.put(number)
+    def transfer(self, count: int, function: _Transfer) -> Sequence[int]:
+        """Return the codes of a function for `count` values, called with all free buffers until all are done.
+
+        The codes of those for which there is no buffer, or no client, are negative.
+        """
+        codes: list[int] = []
+        while len(codes) < count:
+            numbers = self._take(count - len(codes))
+            if not numbers:
+                break
+            buffers, begin, some = [self._buffers[number] for number in numbers], len(codes), list[int]()
+            try:
+                code = self.run(functools.partial(_run_transfer, function, buffers, begin, some))
+            finally:
+                for number in numbers:
+                    self._free.put(number)
+            if code in _LOST:
+                break
+            codes += some
+        return codes + [_LOST[0]] * (count - len(codes))
+
+    def _take(self, count: int) -> list[int]:
+        """Return the numbers of free buffers, up to `count`."""
+        numbers: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            while len(numbers) < count:
+                numbers.append(self._free.get_nowait())
+        return numbers
 
     def remove(self, pattern: str) -> None:
         """Remove the keys that match a regular expression, before any other call if the master does not answer now."""
@@ -317,6 +358,17 @@ class MooncakeCalls:
             return False
         logger.info("KV connector MooncakeStoreConnector: connected to master %s", self._options.master_server_address)
         return True
+
+
+def _run_transfer(
+    function: _Transfer, buffers: Sequence[np.ndarray], begin: int, codes: list[int], client: MooncakeClient
+) -> int:
+    """Append a code for each buffer; return the lowest one."""
+    found = [*function(client, buffers, begin)]
+    codes += found
+    if len(found) != len(buffers):
+        raise InternalError(f"Mooncake returned {len(found)} codes for {len(buffers)} values")
+    return min(found)
 
 
 def load_options(extra_config: Mapping[str, Any]) -> MooncakeOptions:

@@ -37,6 +37,7 @@ from typing import TypeVar
 from jpaged.engine.executor import BlockArrays, Geometry, HostBlocks
 from jpaged.engine.executor.io import WindowSpec
 from jpaged.engine.kv_cache.blocks import BlockHash, BlockTable, block_keys, group_block_hash
+from jpaged.engine.kv_cache.connector import PrefillRate
 from jpaged.engine.kv_cache.eviction.free_list import CachedBlock
 from jpaged.engine.kv_cache.interface import KVCacheManager
 from jpaged.engine.kv_cache.offload.connector_tier import ConnectorTier
@@ -624,6 +625,7 @@ class ReplicaTransfer:
 
     Args:
         ask: posts a callable to the engine thread, to run between two steps.
+        prefill_rates: the rate of computing what is not transferred, if it is measured.
     """
 
     def __init__(
@@ -632,8 +634,10 @@ class ReplicaTransfer:
         geometry: Geometry,
         blocks: HostBlocks | None,
         ask: Callable[[Callable[[], None]], None],
+        prefill_rates: Sequence[PrefillRate],
     ) -> None:
         self.geometry = geometry
+        self.prefill_rates = tuple(prefill_rates)
         self._ask = ask
         self._tiers: Tiers | None = None
         self._obstacle = ""
@@ -726,6 +730,13 @@ class KVTransfer:
             Unsupported: prefixes cannot be transferred.
         """
         return self.each[0].tiers.blocks.bytes_per_block
+
+    def prefill_s(self, begin: int, end: int) -> float:
+        """Return the seconds that this server takes to compute tokens `begin` to `end` of a prompt; a decode server's.
+
+        With several replicas, that of the slowest one.
+        """
+        return max(rate.seconds(begin, end) for one in self.each for rate in one.prefill_rates)
 
     def kv_identity(self) -> bytes:
         """Return what the bytes of a block depend on; slow on the first call, see `HostBlocks.kv_identity`."""

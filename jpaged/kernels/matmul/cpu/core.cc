@@ -226,9 +226,13 @@ float sum_of_squares(const float* x, int64_t padded) {
 }
 
 float sum_of(const float* x, int64_t padded) {
-  Floats total = {};
-  for (int64_t i = 0; i < padded; i += kWidth) total += load(x + i);
-  return sum(total);
+  Floats sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= padded; i += 4 * kWidth) {
+    for (int j = 0; j < 4; ++j) sums[j] += load(x + i + j * kWidth);
+  }
+  for (; i < padded; i += kWidth) sums[0] += load(x + i);
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
@@ -243,13 +247,17 @@ void normalise_rms(float* x, int64_t count, int64_t padded, float eps, const voi
 
 // (x - mean) / sqrt(variance + eps) * scale + bias
 void normalise_layer(const Before& before, float* x, int64_t padded) {
-  const int64_t count = before.depth;
+  const int64_t count = before.depth, whole = count / kWidth * kWidth;
   const float mean = sum_of(x, padded) / static_cast<float>(count);
-  for (int64_t i = 0; i < count; ++i) x[i] -= mean;
+  for (int64_t i = 0; i < whole; i += kWidth) store(x + i, load(x + i) - mean);
+  for (int64_t i = whole; i < count; ++i) x[i] -= mean;
   const float factor = inverse_root(sum_of_squares(x, padded) / static_cast<float>(count) + before.eps);
-  for (int64_t i = 0; i < count; ++i) {
-    const float scaled = before.scale ? x[i] * factor * number_at(before.scale, before.number, i) : x[i] * factor;
-    x[i] = before.bias ? scaled + number_at(before.bias, before.number, i) : scaled;
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const int64_t some = count - i < kWidth ? count - i : kWidth;
+    Floats scaled = load(x + i) * factor;
+    if (before.scale) scaled *= load_numbers(before.scale, before.number, i, some);
+    if (before.bias) scaled += load_numbers(before.bias, before.number, i, some);
+    store(x + i, scaled);
   }
 }
 
@@ -312,16 +320,23 @@ void round_to_step(const Before& before, float* row) {
   }
 }
 
+void copy_padded(const float* row, int64_t count, int64_t padded, float* to) {
+  __builtin_memcpy(to, row, 4 * count);
+  for (int64_t i = count; i < padded; ++i) to[i] = 0;
+}
+
 void prepare(const Before& before, const void* x, float* row, void* to, int64_t padded) {
   const int64_t count = before.depth;
+  const bool is_copy = before.norm == Norm::kNone && before.rounding == Rounding::kNone && !before.order;
+  if (is_copy && before.number == Number::kF32) {
+    return copy_padded(static_cast<const float*>(x), count, padded, static_cast<float*>(to));
+  }
   row = normalise(before, x, row);
   const bool is_rounded = before.rounding == Rounding::kRow;
   if (is_rounded || before.number == Number::kF16) round_to_type(before, row);
   if (is_rounded) round_to_step(before, row);
   if (before.number != Number::kBF16 || is_rounded) {
-    float* singles = static_cast<float*>(to);
-    for (int64_t i = 0; i < count; ++i) singles[i] = row[i];
-    for (int64_t i = count; i < padded; ++i) singles[i] = 0;
+    copy_padded(row, count, padded, static_cast<float*>(to));
     return;
   }
   Pairs::X* pairs = static_cast<Pairs::X*>(to);
@@ -374,12 +389,8 @@ void store_numbers(void* to, Number number, int64_t begin, int64_t count, Floats
 }
 
 #ifdef __AVX512DQ__
-// x / (1 + e^-z) for z >= -87, with a reciprocal that one step of Newton's method makes exact to the last bits.
-Floats times_sigmoid(Floats x, Floats z) {
-  const Floats sum = 1.0f + power_of_two(z * -1.44269504f);
-  const Floats inverse = reinterpret_cast<Floats>(_mm512_maskz_rcp14_ps(0xffff, reinterpret_cast<__m512>(sum)));
-  return x * (inverse * (2.0f - sum * inverse));
-}
+// x / (1 + e^-z) for z >= -87.
+Floats times_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f + power_of_two(z * -1.44269504f)); }
 #else
 // x / (1 + e^-z), computed with an exponential of at most 1.
 Floats times_sigmoid(Floats x, Floats z) {
@@ -394,24 +405,41 @@ Floats activate(Floats x) {
     x = x < -87.0f ? all(-87.0f) : x;
     return times_sigmoid(x, x);
   }
+  if constexpr (gate == Gate::kErfGelu) {
+    const Floats half = 0.5f * x;
+    return half + half * error_function(x * 0.707106781f);
+  }
   // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) = x / (1 + e^-z)
   const Floats z = x * (1.59576912f + 0.0713548163f * (x * x));
   const Floats above = z < -87.0f ? all(-87.0f) : z;
   return times_sigmoid(x, above > 87.0f ? all(87.0f) : above);
 }
 
-template <Gate gate>
-void finish_columns(const After& after, const Place& place, int64_t column, int64_t count, const float* sums,
-                    const float* ups) {
+// Some rows of a vector of columns.
+struct Strip {
+  Place place;
+  int64_t column, count;
+  const float *sums, *ups;
+};
+
+template <Gate activation>
+void finish_strip(const After& after, const Strip& strip) {
+  const int64_t count = strip.count, row = strip.place.row;
+  const bool is_gated = after.gate != Gate::kNone, is_whole_f32 = after.number == Number::kF32 && count == kWidth;
   const auto bias_at = [&](int64_t at) {
     return after.bias ? load_numbers(after.bias, after.bias_number, at, count) : Floats{};
   };
-  constexpr bool kHasGate = gate != Gate::kNone;
-  const Floats bias = bias_at(column), up_bias = kHasGate ? bias_at(after.num_columns + column) : Floats{};
-  for (int64_t r = 0; r < place.num_rows; ++r) {
-    const int64_t at = (place.row + r) * after.num_columns + column;
-    Floats x = load(sums + r * kColumns) + bias;
-    if constexpr (kHasGate) x = activate<gate>(x) * (load(ups + r * kColumns) + up_bias);
+  const Floats bias = bias_at(strip.column), up_bias = is_gated ? bias_at(after.num_columns + strip.column) : Floats{};
+  for (int64_t r = 0; r < strip.place.num_rows; ++r) {
+    const int64_t at = (row + r) * after.num_columns + strip.column;
+    Floats x = load(strip.sums + r * kColumns) + bias;
+    if constexpr (activation != Gate::kNone) x = activate<activation>(x);
+    if (is_gated) x *= load(strip.ups + r * kColumns) + up_bias;
+    if (is_whole_f32) {
+      if (after.residual) x = load(static_cast<const float*>(after.residual) + at) + x;
+      store(static_cast<float*>(after.y) + at, x);
+      continue;
+    }
     if (after.residual) x = load_numbers(after.residual, after.number, at, count) + x;
     store_numbers(after.y, after.number, at, count, x);
   }
@@ -420,11 +448,12 @@ void finish_columns(const After& after, const Place& place, int64_t column, int6
 void finish(const After& after, const Place& place, const float* sums, const float* ups) {
   const int64_t end = after.num_columns - place.column < kColumns ? after.num_columns - place.column : kColumns;
   for (int64_t c = 0; c < end; c += kWidth) {
-    const int64_t column = place.column + c, count = end - c < kWidth ? end - c : kWidth;
-    switch (after.gate) {
-      case Gate::kNone: finish_columns<Gate::kNone>(after, place, column, count, sums + c, ups + c); break;
-      case Gate::kSilu: finish_columns<Gate::kSilu>(after, place, column, count, sums + c, ups + c); break;
-      case Gate::kGelu: finish_columns<Gate::kGelu>(after, place, column, count, sums + c, ups + c); break;
+    const Strip strip{place, place.column + c, end - c < kWidth ? end - c : kWidth, sums + c, ups + c};
+    switch (after.gate == Gate::kNone ? after.activation : after.gate) {
+      case Gate::kNone: finish_strip<Gate::kNone>(after, strip); break;
+      case Gate::kSilu: finish_strip<Gate::kSilu>(after, strip); break;
+      case Gate::kGelu: finish_strip<Gate::kGelu>(after, strip); break;
+      case Gate::kErfGelu: finish_strip<Gate::kErfGelu>(after, strip); break;
     }
   }
 }

@@ -30,8 +30,8 @@ enum class Norm : int64_t { kNone, kRms, kLayer };
 // `rounded_span`). The largest magnitude is 127 steps. In the order of ROUNDINGS in packed.py.
 enum class Rounding : int64_t { kNone, kRow, kSpans };
 
-// The activation of gates, in the order of GATES in multiply.py; the GELU is that with a hyperbolic tangent.
-enum class Gate : int64_t { kNone, kSilu, kGelu };
+// The activation of gates or sums, in the order of GATES in multiply.py. kGelu is the one with a hyperbolic tangent.
+enum class Gate : int64_t { kNone, kSilu, kGelu, kErfGelu };
 
 // Operations on a row before the product.
 struct Before {
@@ -53,6 +53,7 @@ struct After {
   Number bias_number, number;
   int64_t num_columns;  // N
   Gate gate;            // y = activation(sums of the first tile) * sums of the second, unless kNone
+  Gate activation;      // y = activation(sums), without gates
 };
 
 // Position of a tile of sums.

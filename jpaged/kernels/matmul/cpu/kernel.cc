@@ -28,8 +28,10 @@ constexpr double kLeastShared = 4e5;
 // Tasks per thread, so that no thread is idle for long if another is delayed.
 constexpr int64_t kTasksPerThread = 4;
 // Rows at multiples of this distance in bytes use the same sets of the L1 cache.
-constexpr int64_t kConflict = 1024;
+constexpr int64_t kConflict = 4096;
 constexpr int64_t kLine = 64;
+// Bytes of rows that are multiplied with one block after the other, and of those blocks.
+constexpr int64_t kSpanBytes = 512 << 10, kBlocksBytes = 4 << 20;
 
 bool is_number(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16 || type == ffi::F16; }
 Number number_of(ffi::DataType type) {
@@ -84,6 +86,7 @@ struct Attributes {
   int64_t group;     // numbers of a column that share a scale; may exceed the depth
   int64_t rounding;  // of rows to int8
   int64_t clears;    // results of rows that are not in use become zeros; otherwise they are undefined
+  int64_t activation;  // of sums, without gates
 };
 
 constexpr int64_t kPlain = -1;
@@ -155,7 +158,9 @@ const char* contradiction(const Operands& o, const AnyBuffer& y, const Attribute
   if (x.size() != 2 || out.size() != 2) return "an operand has another rank";
   if (x[0] != out[0]) return "rows or blocks differ in shape";
   if (const char* reason = a.code == kPlain ? plain_contradiction(o) : quantised_contradiction(o, a)) return reason;
-  if (a.gate < 0 || a.gate > static_cast<int64_t>(Gate::kGelu)) return "no such gate";
+  for (const int64_t activation : {a.gate, a.activation}) {
+    if (activation < 0 || activation > static_cast<int64_t>(Gate::kErfGelu)) return "no such gate";
+  }
   const int64_t parts = a.gate ? 2 : 1;
   if (matrix[0] != parts * ((out[1] + kColumns - 1) / kColumns)) return "matrix and result differ in columns";
   if (o.num_rows.element_count() != 1) return "the number of rows is no scalar";
@@ -217,6 +222,17 @@ struct Tiles {
   int64_t num_rows, num_blocks, num_threads;
   int64_t rows_of_tile;  // rows multiplied at once
   Delta delta;
+  int64_t row_bytes = 0, block_bytes = 0;  // that a tile reads; 0: rows are not divided
+
+  // Rows whose tiles follow each other for a block of columns: they stay in a core's L2 cache.
+  int64_t rows_of_span() const {
+    if (!row_bytes) return num_rows;
+    return std::max<int64_t>(kSpanBytes / row_bytes / rows_of_tile, 1) * rows_of_tile;
+  }
+  // Blocks that are read again for each span: they stay in the last cache.
+  int64_t blocks_of_span() const {
+    return block_bytes ? std::max<int64_t>(kBlocksBytes / block_bytes, 1) : num_blocks;
+  }
 };
 
 // Prefetch the cache lines of a tile's results and residuals, which are a row apart: `finish` would wait for each.
@@ -237,9 +253,9 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
   const int64_t step = num_threads > 1 ? std::max<int64_t>(num_blocks / (kTasksPerThread * num_threads), 1) : num_blocks;
   run_tasks(pool, (num_blocks + step - 1) / step, num_threads, [&](int64_t task) {
     alignas(kLine) float sums[kPanelRows * kColumns], ups[kPanelRows * kColumns];
-    for (int64_t block = task * step; block < std::min(num_blocks, (task + 1) * step); ++block) {
-      for (int64_t row = 0; row < tiles.num_rows; row += tiles.rows_of_tile) {
-        const int64_t count = std::min(tiles.rows_of_tile, tiles.num_rows - row);
+    const auto multiply_span = [&](int64_t block, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row += tiles.rows_of_tile) {
+        const int64_t count = std::min(tiles.rows_of_tile, end - row);
         if (count > kMaxRows) prefetch_results(after, row, count, block * kColumns);
         sums_of(block, row, count, sums);
         tiles.delta.add(row, count, 0, block * kColumns, sums);
@@ -248,6 +264,15 @@ void multiply_tiles(ffi::ThreadPool& pool, const Core& core, const After& after,
           tiles.delta.add(row, count, 1, block * kColumns, ups);
         }
         core.finish(after, {row, count, block * kColumns}, sums, ups);
+      }
+    };
+    const int64_t end_block = std::min(num_blocks, (task + 1) * step), num_rows = tiles.num_rows;
+    const int64_t blocks_of_span = tiles.blocks_of_span(), rows_of_span = tiles.rows_of_span();
+    for (int64_t first = task * step; first < end_block; first += blocks_of_span) {
+      for (int64_t row = 0; row < num_rows; row += rows_of_span) {
+        for (int64_t block = first; block < std::min(first + blocks_of_span, end_block); ++block) {
+          multiply_span(block, row, std::min(row + rows_of_span, num_rows));
+        }
       }
     }
   });
@@ -261,6 +286,8 @@ void multiply_plain(ffi::ThreadPool& pool, const Core& core, const Before& befor
   const int64_t block_bytes = depth * kColumns * bytes_of(before.number);
   const char* blocks = static_cast<const char*>(o.matrix.untyped_data());
   tiles.rows_of_tile = core.max_rows;
+  tiles.row_bytes = rows.row_bytes;
+  tiles.block_bytes = block_bytes;
   multiply_tiles(pool, core, after, tiles, [&](int64_t block, int64_t row, int64_t count, float* sums) {
     const char *from = rows.x + row * rows.row_bytes, *columns = blocks + block * block_bytes;
     if (is_bf16) {
@@ -307,7 +334,8 @@ ffi::Error multiply(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer matrix, Ints32 
   const bool is_quantised = a.code != kPlain;
   const Core& core = choose_core(a.max_width, is_quantised || x.element_type() == ffi::BF16);
   const After after{or_null(bias), or_null(residual), y->untyped_data(), number_of(bias.element_type()),
-                    number_of(y->element_type()), num_columns, static_cast<Gate>(a.gate)};
+                    number_of(y->element_type()), num_columns, static_cast<Gate>(a.gate),
+                    static_cast<Gate>(a.activation)};
   const int64_t y_row_bytes = num_columns * bytes_of(after.number);
   if (a.clears) {
     std::memset(static_cast<char*>(after.y) + rows_in_use * y_row_bytes, 0, (num_tokens - rows_in_use) * y_row_bytes);
@@ -350,8 +378,15 @@ ffi::Error normalise(ffi::ThreadPool pool, AnyBuffer x, Ints32 num_rows, AnyBuff
   std::memset(out + rows_in_use * row_bytes, 0, (shape[0] - rows_in_use) * row_bytes);
   if (!rows_in_use) return ffi::Error::Success();
   const Core& core = choose_core(a.max_width, before.number == Number::kBF16);
+  const int64_t num_threads = count_threads(pool, a.max_threads);
+  if (before.number == Number::kF32) {
+    for_each_row(pool, rows_in_use, depth, num_threads, [&](int64_t r, float* row) {
+      core.prepare(before, static_cast<const char*>(x.untyped_data()) + r * row_bytes, row, out + r * row_bytes, depth);
+    });
+    return ffi::Error::Success();
+  }
   const Rows rows = prepare_rows(pool, core, before, x.untyped_data(), rows_in_use, depth + depth % 2,
-                                 count_threads(pool, a.max_threads));
+                                 num_threads);
   const bool is_bf16 = before.number == Number::kBF16;
   const bool is_widened = is_bf16 ? !core.takes_bf16 : before.number == Number::kF16;
   for (int64_t r = 0; r < rows_in_use; ++r) {
@@ -466,7 +501,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::Attributes, xla::ffi::Str
                                       xla::ffi::StructMember<int64_t>("max_threads"),
                                       xla::ffi::StructMember<int64_t>("code"), xla::ffi::StructMember<int64_t>("group"),
                                       xla::ffi::StructMember<int64_t>("rounding"),
-                                      xla::ffi::StructMember<int64_t>("clears"));
+                                      xla::ffi::StructMember<int64_t>("clears"),
+                                      xla::ffi::StructMember<int64_t>("activation"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jpaged::product::HeadAttributes, xla::ffi::StructMember<float>("eps"),
                                       xla::ffi::StructMember<int64_t>("max_width"),

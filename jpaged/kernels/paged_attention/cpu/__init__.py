@@ -6,6 +6,7 @@ Queries are float32, bfloat16 or float16, the pool any type that a layout suppor
 arbitrary. The result for a query is a function of the row's context alone, to the last bit. It does not depend on the
 batch, the chunks of a prefill, or the number of threads. Vectors have the processor's width (16, 8 or 4 floats). With
 AVX512_BF16, bfloat16 queries, keys and values are multiplied as they are, with weights of the same type (pairs.h).
+Float32 prompts whose tokens all see each other are attended to by the step's own keys and values (prompts.h).
 """
 
 from __future__ import annotations

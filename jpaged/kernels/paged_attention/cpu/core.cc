@@ -325,6 +325,7 @@ void add_tile(Weights weights, int64_t num_rows, const float* const* values, int
 }  // namespace jpaged
 
 #include "pairs.h"
+#include "prompts.h"
 
 namespace jpaged {
 namespace {
@@ -458,6 +459,7 @@ void store_tile(const Call& call, const Tile& tile, int64_t kv_head, Partial par
 }  // namespace
 
 extern const Core JPAGED_CORE;
-const Core JPAGED_CORE = {JPAGED_NAME, kWidth, Scratch::num_floats, load_queries, attend, clear, merge, store_tile};
+const Core JPAGED_CORE = {JPAGED_NAME, kWidth, Scratch::num_floats,       load_queries, attend, clear, merge,
+                          store_tile,  PromptScratch::num_floats, attend_prompt};
 
 }  // namespace jpaged

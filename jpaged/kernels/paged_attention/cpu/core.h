@@ -65,6 +65,14 @@ struct Keys {
   int64_t begin, end;
 };
 
+// A whole prompt of float32 whose tokens all see each other, with its keys and values in the call.
+struct Prompt {
+  int64_t token, num_tokens;  // the first one
+  const float *k, *v;         // [T, K, D] of all tokens of the call
+};
+
+constexpr int64_t kMaxPrompt = 2048;  // tokens: with more, the scores of a tile exceed the L2 cache
+
 // The running softmax: for each row of a tile the maximum, the sum, and the output times the sum.
 struct Partial {
   float *max, *sum, *out;
@@ -91,6 +99,9 @@ struct Core {
   void (*merge)(const Tile&, int64_t value_dim, Partial into, Partial later);
   // Write the tile's outputs and log-sum-exps.
   void (*store)(const Call&, const Tile&, int64_t kv_head, Partial);
+  // Write the outputs and log-sum-exps of a prompt, for the queries of one key/value head.
+  int64_t (*num_prompt_floats)(int64_t num_tokens, int64_t head_dim);
+  void (*attend_prompt)(const Call&, const Prompt&, int64_t kv_head, float* scratch);
 };
 
 }  // namespace jpaged

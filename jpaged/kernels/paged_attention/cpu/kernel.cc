@@ -61,7 +61,7 @@ struct Rows {
 
 // The tiles of the rows in use. Even with invalid arguments, a tile's queries are tokens of the call that belong to no
 // earlier row, and its keys are within its table.
-std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
+std::vector<Tile> make_tiles(const Call& call, const Rows& rows, const bool* is_done) {
   std::vector<Tile> tiles;
   const int64_t group = call.group(), table_len = rows.table_width * call.block_size;
   int64_t num_owned = 0;
@@ -71,6 +71,7 @@ std::vector<Tile> make_tiles(const Call& call, const Rows& rows) {
     const int64_t owned_start = std::max(start, num_owned);
     if (owned_start >= end) continue;
     num_owned = end;
+    if (is_done && is_done[row]) continue;
     const int64_t position = rows.positions_s[row] + owned_start - start;
     const int64_t num_pairs = (end - owned_start) * group;
     for (int64_t first = 0; first < num_pairs; first += kTileRows) {
@@ -122,8 +123,8 @@ struct Split {
 // One call's work.
 class Work {
  public:
-  Work(const Call& call, const Rows& rows, const Core& core, int64_t num_threads)
-      : call_(call), core_(core), tiles_(make_tiles(call, rows)), splits_(tiles_.size() * call.num_kv_heads) {
+  Work(const Call& call, const Rows& rows, const Core& core, int64_t num_threads, const bool* is_done)
+      : call_(call), core_(core), tiles_(make_tiles(call, rows, is_done)), splits_(tiles_.size() * call.num_kv_heads) {
     const int64_t num_whole = static_cast<int64_t>(splits_.size());
     const bool is_split = num_threads > 1 && num_whole < kTasksPerThread * num_threads;
     for (int64_t tile = 0; tile < static_cast<int64_t>(tiles_.size()); ++tile) {
@@ -202,10 +203,11 @@ void clear_outputs(const Call& call) {
   std::fill_n(call.lse, call.num_tokens * call.num_heads, -INFINITY);
 }
 
-void run_attention(ffi::ThreadPool& pool, const Call& call, const Rows& rows, int64_t max_width, int64_t max_threads) {
+void run_attention(ffi::ThreadPool& pool, const Call& call, const Rows& rows, int64_t max_width, int64_t max_threads,
+                   const bool* is_done = nullptr) {
   const int64_t num_threads = count_threads(pool, max_threads);
-  clear_outputs(call);
-  Work work(call, rows, choose_core(max_width), num_threads);
+  if (!is_done) clear_outputs(call);
+  Work work(call, rows, choose_core(max_width), num_threads, is_done);
   const bool is_shared = work.num_multiply_adds() > kLeastShared;
   run_tasks(pool, work.num_tasks(), is_shared ? num_threads : 1,
             [&](int64_t task, int64_t next) { work.run(task, next); });
@@ -257,6 +259,42 @@ void write_tokens(const Call& call, const NewTokens& tokens, char* pool) {
       encode_row(tokens.v_tkd, tokens.number, begin, call.head_dim, call.kv_number, to + row_bytes);
     }
   }
+}
+
+// --- whole prompts -----------------------------------------------------------------------------------------------
+
+// Attend to the rows that are whole prompts whose tokens see each other, by the call's own keys. Returns whether each
+// row is done; the rest is left to `run_attention`. Null if no row can be.
+std::unique_ptr<bool[]> attend_prompts(ffi::ThreadPool& pool, const Call& call, const Rows& rows,
+                                       const NewTokens& tokens, int64_t max_width, int64_t max_threads) {
+  const Core& core = choose_core(max_width);
+  const bool is_f32 = call.q_number == Number::kF32 && tokens.number == Number::kF32 && call.kv_number == Number::kF32;
+  if (!is_f32 || !tokens.v_tkd || call.window || call.soft_cap > 0 || call.scales_k2 || call.head_dim % core.width) {
+    return nullptr;
+  }
+  std::vector<Prompt> prompts;
+  auto is_done = std::make_unique<bool[]>(std::max<int64_t>(rows.num_rows, 1));
+  double work = 0;
+  int64_t num_owned = 0;
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    const int64_t start = rows.query_starts_s1[row], end = rows.query_starts_s1[row + 1], count = end - start;
+    if (start < num_owned || count < 2 || end > call.num_tokens) continue;
+    num_owned = end;
+    const bool is_whole = rows.kv_lens_s[row] == count && rows.begins_s[row] <= 0 && count <= kMaxPrompt;
+    if (!is_whole || rows.positions_s[row] < count - 1) continue;
+    is_done[row] = true;
+    prompts.push_back({start, count, static_cast<const float*>(tokens.k_tkd), static_cast<const float*>(tokens.v_tkd)});
+    work += 2.0 * count * count * call.num_heads * call.head_dim;
+  }
+  if (prompts.empty()) return nullptr;
+  clear_outputs(call);
+  const int64_t num_tasks = static_cast<int64_t>(prompts.size()) * call.num_kv_heads;
+  run_tasks(pool, num_tasks, work > kLeastShared ? count_threads(pool, max_threads) : 1, [&](int64_t task) {
+    const Prompt& prompt = prompts[task / call.num_kv_heads];
+    float* memory = scratch_floats(core.num_prompt_floats(prompt.num_tokens, call.head_dim));
+    core.attend_prompt(call, prompt, task % call.num_kv_heads, memory);
+  });
+  return is_done;
 }
 
 // --- the custom calls --------------------------------------------------------------------------------------------
@@ -386,7 +424,9 @@ ffi::Error update(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   const void* values = attributes.value_dim ? nullptr : v.untyped_data();
   const NewTokens tokens{k.untyped_data(), values, query_number(k.element_type()), slots.typed_data()};
   write_tokens(call, tokens, static_cast<char*>(new_pool->untyped_data()));
-  run_attention(threads, call, make_rows(x), attributes.max_width, attributes.max_threads);
+  const Rows rows = make_rows(x);
+  const auto is_done = attend_prompts(threads, call, rows, tokens, attributes.max_width, attributes.max_threads);
+  run_attention(threads, call, rows, attributes.max_width, attributes.max_threads, is_done.get());
   return ffi::Error::Success();
 }
 

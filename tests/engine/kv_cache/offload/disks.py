@@ -6,8 +6,7 @@ from typing import Any
 from jpaged.blockstore.store import BlockStore
 from jpaged.config import KVTransferOptions
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv_cache.connector import ConnectorGuard
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import ConnectorGuard, EngineStore
 from jpaged.testing import FakeExecutor, seeing, with_adapters
 from jpaged.types import SamplingParams
 from tests.engine.harness import CheckedHarness

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.blockstore.store import BlockStore
 from jpaged.engine.executor import DeviceRates
-from jpaged.engine.kv_cache.offload.connector_tier import EngineStore
+from jpaged.engine.kv_cache.connector import EngineStore
 from jpaged.testing import SeveralStepsExecutor
 from tests.engine.kv_cache.offload.disks import IDENTITY, Inline
 from tests.engine.lives import STREAMING, WINDOWS, Life

@@ -88,17 +88,23 @@ class Client:
             return [LOST] * len(keys)
         return [int(key in self.master.values) for key in keys]
 
-    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+    def batch_get_into(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
         if not self._begin("get_into"):
-            return LOST
+            return [LOST] * len(keys)
+        return [self._get_into(*one) for one in zip(keys, buffer_ptrs, sizes, strict=True)]
+
+    def _get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         if (value := self.master.values.get(key)) is None:
             return NOT_FOUND
         ctypes.memmove(buffer_ptr, value, min(size, len(value)))
         return len(value)
 
-    def put_from(self, key: str, buffer_ptr: int, size: int) -> int:
+    def batch_put_from(self, keys: list[str], buffer_ptrs: list[int], sizes: list[int]) -> list[int]:
         if not self._begin("put_from"):
-            return LOST
+            return [LOST] * len(keys)
+        return [self._put_from(*one) for one in zip(keys, buffer_ptrs, sizes, strict=True)]
+
+    def _put_from(self, key: str, buffer_ptr: int, size: int) -> int:
         if not self.master.has_room:
             return NO_ROOM
         self.master.values.setdefault(key, ctypes.string_at(buffer_ptr, size))
@@ -133,11 +139,11 @@ def master():
     made.goes_on.set()
 
 
-def server_of(master: Master, tmp_path: Any, **extra: Any) -> Server:
+def server_of(master: Master, tmp_path: Any, sizes: dict[str, int] | None = None, **extra: Any) -> Server:
     def connector(config: KVConnectorConfig) -> MooncakeStoreConnector:
         return MooncakeStoreConnector(replace(config, extra_config={**EXTRA, **extra}), master.connect)
 
-    return Server(tmp_path, connector=connector)
+    return Server(tmp_path, connector=connector, sizes=sizes or {})
 
 
 def connector_of(master: Master, identity: bytes = bytes(32), **extra: Any) -> MooncakeStoreConnector:
@@ -222,12 +228,12 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
         master.is_lost = True
         assert second.ask("a", PROMPT) == 0
     else:
-        name = {"load": "get_into", "save": "put_from"}[when]
+        name = {"load": "batch_get_into", "save": "batch_put_from"}[when]
         whole = getattr(Client, name)
 
-        def dies(self: Client, *arguments: Any) -> int:
+        def dies(self: Client, *arguments: Any) -> Any:
             self.master.is_lost = True
-            return int(whole(self, *arguments))
+            return whole(self, *arguments)
 
         monkeypatch.setattr(Client, name, dies)
         assert second.ask("a", PROMPT) == (0 if when == "load" else 24)
@@ -247,14 +253,14 @@ def test_a_master_that_is_killed_costs_hits_and_nothing_else(tmp_path, master, w
 def test_a_value_that_the_master_evicted_is_computed(tmp_path, master, monkeypatch):
     server_of(master, tmp_path).ask("a", PROMPT)
     second = server_of(master, tmp_path)
-    get_into = Client.get_into
+    get_into = Client._get_into
 
     def evicts(self: Client, key: str, *arguments: Any) -> int:
         if key == [*self.master.values][2]:
             return NOT_FOUND
         return get_into(self, key, *arguments)
 
-    monkeypatch.setattr(Client, "get_into", evicts)
+    monkeypatch.setattr(Client, "_get_into", evicts)
     assert second.ask("a", PROMPT) == 8
     assert (second.load().num_external_fallbacks, second.load().external_is_on) == (1, 1)
     second.kill()
@@ -285,6 +291,31 @@ def test_values_are_found_removed_and_reset(master):
     assert not master.values and connector.num_blocks == 0
     connector.close()
     assert master.clients[0].is_closed
+
+
+def test_the_blocks_of_a_prompt_are_loaded_and_saved_by_one_call_each(tmp_path, master):
+    room = {"num_host_blocks": 128}
+    server_of(master, tmp_path, room).ask("a", PROMPT, max_tokens=1)
+    assert (master.calls.count("put_from"), len(master.values)) == (1, 7)
+    second = server_of(master, tmp_path, room)
+    master.calls.clear()
+    assert second.ask("a", PROMPT) == 24
+    assert master.calls.count("get_into") == 1
+    second.kill()
+
+
+def test_more_values_than_buffers_take_several_calls(master, monkeypatch):
+    monkeypatch.setattr(mooncake, "_MAX_BUFFERS", 16)
+    connector = connector_of(master)
+    keys = [bytes([number]) * 32 for number in range(40)]
+    values = [memoryview(key * (SIZE // 32)) for key in keys]
+    into = [bytearray(SIZE) for _ in keys]
+    assert connector.save_all(keys, values) == [True] * 40 and connector.num_blocks == 40
+    del master.values[[*master.values][20]]
+    assert connector.load_all(keys, [memoryview(one) for one in into]) == [number != 20 for number in range(40)]
+    assert [bytes(one) == bytes(value) for one, value in zip(into, values, strict=True)].count(False) == 1
+    assert (master.calls.count("put_from"), master.calls.count("get_into")) == (3, 3)
+    assert connector.max_batch == 64
 
 
 def test_hits_in_memory_renew_leases(master, monkeypatch):
@@ -342,7 +373,7 @@ def test_a_client_that_hangs_is_not_closed(master):
 def test_without_a_free_buffer_a_transfer_is_a_miss(master):
     connector = connector_of(master)
     save(connector)
-    taken = [connector._calls._free.get() for _ in range(mooncake._NUM_BUFFERS)]
+    taken = [connector._calls._free.get() for _ in range(mooncake._MAX_BUFFERS)]
     assert load(connector) is None and not save(connector, OTHER) and connector.lookup(KEY)
     for number in taken:
         connector._calls._free.put(number)

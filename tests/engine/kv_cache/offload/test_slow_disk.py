@@ -1,5 +1,9 @@
 """A disk that is slow, or does not answer: nobody waits for it longer than it is worth, and nothing ends with it."""
 
+import pytest
+
+from jpaged.engine.executor import DeviceRates
+from jpaged.engine.kv_cache.connector import PrefillRate, TransferRate
 from jpaged.engine.kv_cache.offload import connector_tier
 from tests.engine.kv_cache.offload.disks import PROMPT, Server, second_life
 
@@ -14,6 +18,7 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
     second = Server(tmp_path)
     second.readers.hold()
     for name, prompt in (("a", PROMPT), ("b", other)):
+        second.disk._reader.rate = TransferRate(200e6, 0.002)  # as if no read had been late
         second.submit(name, prompt)
         second.step(2)
         assert second.queues.pending_fetch
@@ -21,7 +26,8 @@ def test_where_reads_hang_nobody_waits_longer_than_computing_takes(tmp_path):
         second.step(40)
         assert second.h.ended(name)
     assert second.load().num_disk_fallbacks == 2
-    assert second.disk._reader._bytes_per_s == 200e6 / 4  # so that before long nobody waits at all
+    num_bytes = 7 * second.store.bytes_per_block
+    assert second.disk._reader.rate.seconds(num_bytes) > 10.0  # so that before long nobody waits at all
     second.readers.release()
     second.kill()
 
@@ -33,8 +39,9 @@ def test_a_disk_that_was_slow_is_tried_again(tmp_path):
         first.ask(f"{i}", text, max_tokens=1)
     first.kill()
     second = Server(tmp_path, sizes={"num_blocks": 256})
-    worth = 1 * second.store.bytes_per_block / 4.0  # a block of four tokens, at a second each
-    second.disk._reader._bytes_per_s = worth / 2
+    rate, num_bytes = second.disk._reader.rate, second.store.bytes_per_block
+    for _ in range(20):
+        rate.record(num_bytes, 2 * 4.0)  # a block of four tokens, at a second each
     found = [second.ask(f"{i}", text, max_tokens=1) for i, text in enumerate(texts)]
     assert not any(found[:10]) and found[-1] == 4
     second.kill()
@@ -76,3 +83,56 @@ def test_a_read_for_another_server_that_hangs_does_not_hold_up_the_end(tmp_path,
     server.readers.release()
     assert reading.result() and server.store.is_on  # its file was not closed
     server.kill()
+
+
+def test_the_time_of_a_transfer_has_a_constant_and_a_rate():
+    rate = TransferRate(100e6, 0.001)
+    assert (rate.latency_s, rate.bytes_per_s) == (pytest.approx(0.001), pytest.approx(100e6))
+    for _ in range(30):
+        rate.record(1 << 20, 0.02 + (1 << 20) / 10e6)
+        rate.record(8 << 20, 0.02 + (8 << 20) / 10e6)
+    assert (rate.latency_s, rate.bytes_per_s) == (pytest.approx(0.02, rel=0.01), pytest.approx(10e6, rel=0.01))
+    assert rate.seconds(4 << 20) == pytest.approx(0.02 + (4 << 20) / 10e6, rel=0.01)
+
+
+@pytest.mark.parametrize("points", [[(1000, 0.5)], [(1000, 0.5), (1000, 0.1)], [(1000, 0.5), (100000, 0.001)]])
+def test_no_measurements_give_a_negative_time(points):
+    rate = TransferRate(100e6, 0.001)
+    for point in points * 3:
+        rate.record(*point)
+        assert rate.latency_s >= 0 and rate.bytes_per_s > 0 and rate.seconds(1000) > 0.005
+
+
+def test_what_is_not_measured_again_is_believed_less_and_less():
+    rate = TransferRate(100e6, 0.001)
+    before = rate.seconds(1 << 20)
+    rate.record(1 << 20, 10 * before)
+    slow = rate.seconds(1 << 20)
+    rate.speed_up(1 << 20)
+    assert rate.seconds(1 << 20) == pytest.approx(slow / 1.02)
+    for _ in range(200):
+        rate.speed_up(1 << 20)
+    assert rate.seconds(1 << 20) == pytest.approx(before)  # never less than assumed
+
+
+def test_the_time_to_compute_follows_the_measured_steps():
+    rate = PrefillRate(DeviceRates(1e9, 1e9, ((16, 0.001), (64, 0.002))))
+    assert rate.seconds(0, 128) == pytest.approx(0.004)
+    rate.record(1, 16, 1, 5.0)  # a decoding row
+    rate.record(40, 64, 4, 5.0)  # several steps
+    assert rate.seconds(0, 128) == pytest.approx(0.004)
+    for _ in range(30):
+        rate.record(40, 64, 1, 0.006)
+    assert rate.seconds(0, 128) == pytest.approx(0.012, rel=0.01)
+
+
+def test_blocks_are_loaded_again_once_computing_them_has_become_slow(tmp_path):
+    second = second_life(tmp_path)
+    reader = second.disk._reader
+    for _ in range(8):
+        reader.rate.record(7 * second.store.bytes_per_block, 40.0)  # computing 28 tokens takes 28 s
+    assert not reader.is_worth(0, 7, 7)
+    for _ in range(10):
+        second.disk.prefill.record(16, 16, 1, 50.0)
+    assert reader.is_worth(0, 7, 7)
+    second.kill()
