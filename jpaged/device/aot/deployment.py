@@ -105,7 +105,7 @@ class CompiledSum:
 
     Attributes:
         num_runs: in one call of the program.
-        num_bytes: of its result on one device.
+        num_bytes: bytes of the result on one device.
         hidden_cycles: as of `Collective`.
     """
 

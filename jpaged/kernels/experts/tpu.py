@@ -749,8 +749,8 @@ def _convert_int4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array |
 def _convert_mxfp4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
     """Return numbers j and j + 4 of each word: a sign, and two bits of the exponent and one of the mantissa.
 
-    The bits of a magnitude are added to those of a bfloat16. Those with exponent 0 differ: 1/2 has the bits
-    of 0, and all but 0 have one more bit, of the larger exponent, so that 0 becomes 2**-33.
+    The bits of a magnitude are added to those of a bfloat16. If the exponent is 0, they differ: 1/2 has the bits of 0.
+    Every number except 0 has one more bit, of the larger exponent, so 0 becomes 2**-33.
 
     Args:
         scales: powers of two, times 2**-33.
@@ -772,8 +772,8 @@ def _convert_mxfp4(words: jax.Array, scales: jax.Array | None, zeros: jax.Array 
 def _convert_fp8(words: jax.Array, scales: jax.Array | None, zeros: jax.Array | None) -> list[jax.Array]:
     """Return numbers j and j + 2 of each word: a sign, four bits of the exponent and three of the mantissa.
 
-    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. With a larger one,
-    such a number is `least <= t < 2 * least`, and stands for `2 * (t - least)`, which is less than `t` only then.
+    The magnitude's bits are those of a bfloat16 with another exponent, unless the exponent is 0. Such
+    a number becomes `least <= t < 2 * least` and stands for `2 * (t - least)`, which is less than `t` only then.
     """
     from jax.experimental.pallas import tpu as pltpu
 
