@@ -292,7 +292,7 @@ TIER_FAULTS = (
     ),
     Fault(
         "a slow store is never tried again",
-        "kv_cache/offload/connector_tier.py",
+        "kv_cache/connector.py",
         "_BELIEF = 1.02",
         "_BELIEF = 1.0",
         SLOW,
