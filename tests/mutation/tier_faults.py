@@ -292,7 +292,7 @@ TIER_FAULTS = (
     ),
     Fault(
         "a slow store is never tried again",
-        "kv_cache/offload/connector_tier.py",
+        "kv_cache/connector.py",
         "_BELIEF = 1.02",
         "_BELIEF = 1.0",
         SLOW,
@@ -427,7 +427,7 @@ TIER_FAULTS = (
     Fault(
         "a connector's value is used without a checksum test",
         "kv_cache/connector.py",
-        "        if self._checksum(key, contents) != checksum:\n",
+        "        if self._checksum(key, contents) != value[self._bytes_per_block :]:\n",
         "        if False:\n",
         CONNECTOR,
     ),
@@ -462,8 +462,8 @@ TIER_FAULTS = (
     Fault(
         "a key that is removed during its save stays in a connector",
         "kv_cache/connector.py",
-        "            if not is_wanted():\n",
-        "            if False:\n",
+        "                if is_saved and is_wanted():\n",
+        "                if is_saved:\n",
         CONNECTOR,
     ),
     Fault(

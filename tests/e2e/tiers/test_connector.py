@@ -70,7 +70,7 @@ def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict
 def patience(llm: LLM, seconds_per_token: float) -> None:
     """Has the engine believe that computing takes so long."""
     (tier,) = engine_of(llm)._loop.memory.connectors
-    tier._reader._rates = dataclasses.replace(tier._reader._rates, forward_s=((1, seconds_per_token),))
+    tier._reader.prefill._rates = dataclasses.replace(tier._reader.prefill._rates, forward_s=((1, seconds_per_token),))
 
 
 @pytest.mark.long

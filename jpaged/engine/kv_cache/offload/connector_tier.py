@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -543,7 +544,9 @@ class BlockWriter:
     def _write(self, spills: Sequence[_Spill]) -> Sequence[bool]:
         """Write blocks, except canceled ones; runs on the writer thread."""
         kept, view = [one for one in spills if one.is_wanted], self._blocks.view
-        return self._store.save_all([(one.key, view(one.host_block_id), lambda one=one: one.is_wanted) for one in kept])
+        return self._store.save_all(
+            [(one.key, view(one.host_block_id), partial(getattr, one, "is_wanted")) for one in kept]
+        )
 
     def check(self) -> None:
         """Check the bookkeeping of writes.

@@ -87,11 +87,11 @@ def test_a_read_for_another_server_that_hangs_does_not_hold_up_the_end(tmp_path,
 
 def test_the_time_of_a_transfer_has_a_constant_and_a_rate():
     rate = TransferRate(100e6, 0.001)
-    assert (rate.latency_s, rate.bytes_per_s) == (pytest.approx(0.001), pytest.approx(100e6))
+    assert rate.latency_s == pytest.approx(0.001) and rate.bytes_per_s == pytest.approx(100e6)
     for _ in range(30):
         rate.record(1 << 20, 0.02 + (1 << 20) / 10e6)
         rate.record(8 << 20, 0.02 + (8 << 20) / 10e6)
-    assert (rate.latency_s, rate.bytes_per_s) == (pytest.approx(0.02, rel=0.01), pytest.approx(10e6, rel=0.01))
+    assert rate.latency_s == pytest.approx(0.02, rel=0.01) and rate.bytes_per_s == pytest.approx(10e6, rel=0.01)
     assert rate.seconds(4 << 20) == pytest.approx(0.02 + (4 << 20) / 10e6, rel=0.01)
 
 
