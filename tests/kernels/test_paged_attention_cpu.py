@@ -142,8 +142,7 @@ class TestCpu(PagedAttentionConformance):
         spec, layer = self.spec(case, shape), jnp.int32(case.layer)
         pool = self.pool(before, spec.layout, None)
         found = self.update(jnp.asarray(case.q_thd, jnp.float32), new_kv, pool, layer, self.rows(case), spec, None)
-        o_thd, lse_th, pool = (np.asarray(array) for array in found)
-        return o_thd, lse_th, pool
+        return np.asarray(found[0]), np.asarray(found[1]), np.asarray(found[2])
 
     @pytest.mark.parametrize("seed", range(20))
     def test_numbers_that_make_no_sense_stay_in_bounds(self, seed: int) -> None:
