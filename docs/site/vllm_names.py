@@ -28,7 +28,8 @@ PATHS = """
 """
 """HTTP paths of vLLM's server of this version."""
 INSTEAD: Mapping[str, str] = {
-    "/reset_mm_cache /reset_encoder_cache": "encoded images are found by their content, within `--mm-processor-cache-gb`",
+    "/reset_mm_cache /reset_encoder_cache": "encoded images are found by their content, "
+    "within `--mm-processor-cache-gb`",
     "/generative_scoring /v1/decisions /v1/systemone /v1/audio/transcriptions /v1/audio/translations "
     "/v1/realtime": "models take text and images, and have no such heads",
     "/release_kv_cache_memory": "`/sleep`, which also releases the weights",
