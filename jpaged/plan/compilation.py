@@ -187,7 +187,6 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         save=None if question.save is None else Path(question.save),
         num_threads=question.num_threads,
     )
-    notes += _adapter_notes(options, deployment)
     held_dtype = kv_dtype(options.cache.kv_cache_dtype, model.dtype).name
     return CompiledPlan(
         model=name,
@@ -197,7 +196,7 @@ def answer(question: Question, progress: Progress) -> CompiledPlan:
         num_stages=in_stages,
         dtype=model.dtype.name,
         kv_dtype=held_dtype,
-        notes=tuple(notes),
+        notes=(*notes, *_adapter_notes(options, deployment)),
         deployment=deployment,
         step_times=PlannedModel(
             config=config,
