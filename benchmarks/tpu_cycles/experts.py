@@ -43,7 +43,7 @@ _FORMS: Mapping[str, MatrixFormat | None] = {
     "int4-128": MatrixFormat("int4", 128),
     "mxfp4": MatrixFormat("mxfp4", 32),
 }
-"""Of weights: 8 bits with a scale per column, or groups with a scale in float32."""
+"""Formats of weights by name: 8 bits with a scale per column, or groups with a scale in float32."""
 
 
 @dataclass(frozen=True, slots=True)

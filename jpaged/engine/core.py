@@ -264,13 +264,16 @@ class EngineCore:
             self._deadline_estimator = DeadlineEstimator(self.scheduler, self.memory, geometry, max_tokens_per_step)
         self._num_arrivals = 0
         self.observers = StepObservers()
-        self.prefill_rates = [connector.prefill for connector in self.memory.connectors]
-        if config.roles.role == "decode" and not self.prefill_rates:
-            self.prefill_rates.append(PrefillRate(executor.rates))
+        self.prefill_rates = self._make_prefill_rates(config.roles.role)
         self._add_observers(config.scheduler.num_scheduler_steps)
         self.snapshotter = PoolSnapshotter(geometry, self.memory, self.scheduler, clock, self.observers)
         if self.memory.connectors:
             self.stats.end_step(self.memory, self.scheduler)
+
+    def _make_prefill_rates(self, role: str) -> list[PrefillRate]:
+        """Return the rates of prompts that loads are compared with: of connectors, or of a server that only decodes."""
+        rates = [connector.prefill for connector in self.memory.connectors]
+        return rates or ([PrefillRate(self._executor.rates)] if role == "decode" else [])
 
     def _make_runner_context(self, eos_token_ids: frozenset[int]) -> RunnerContext:
         return RunnerContext(

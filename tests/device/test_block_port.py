@@ -240,21 +240,30 @@ def test_other_hosts_cannot_connect_until_they_are_admitted(ports: tuple[JaxBloc
         assert knock(offering.address, host) is is_admitted
 
 
-def test_the_filter_of_ipv6_compares_all_words() -> None:
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6")
-    with socket.socket(socket.AF_INET6) as listener, socket.socket(socket.AF_INET6) as client:
-        listener.bind(("::1", 0))
-        listener.listen()
-        peers = block_port.PeerFilter("::1", [listener])
-        client.settimeout(1)
-        client.connect(listener.getsockname())
-        peers._own, peers._fixed = ipaddress.ip_address("::2"), (ipaddress.ip_address("::2"),)
-        peers.admit("1::1")
-        with socket.socket(socket.AF_INET6) as other:
+def test_the_filter_compares_whole_addresses() -> None:
+    """Of IPv6, where this machine has it, all four words."""
+    families = [(socket.AF_INET, "127.0.0.1", "127.0.0.2", "127.1.0.1")]
+    if has_ipv6():
+        families.append((socket.AF_INET6, "::1", "::2", "1::1"))
+    for family, host, own, admitted in families:
+        with socket.socket(family) as listener, socket.socket(family) as client, socket.socket(family) as other:
+            listener.bind((host, 0))
+            listener.listen()
+            peers = block_port.PeerFilter(host, [listener])
+            client.settimeout(1)
+            client.connect(listener.getsockname())
+            peers._own, peers._fixed = ipaddress.ip_address(own), (ipaddress.ip_address(own),)
+            peers.admit(admitted)
             other.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 other.connect(listener.getsockname())
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
 
 
 def test_the_number_of_admitted_hosts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_rounds_of_a_draft_model_keep_the_state_of_the_last_accepted_token(
 @pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next"])
 def test_rounds_of_an_eagle_head_keep_the_state_of_the_last_accepted_token(name: str, tmp_path: Path) -> None:
     case = tiny_case(name)
-    sizes = HeadSizes(VOCAB_SIZE, 64, 48, 4, 2, 16, int(case.config["hidden_size"]))
+    sizes = HeadSizes(VOCAB_SIZE, 64, 48, 4, 2, 16, from_hf(case.config).hidden_size)
     head = sizes.config(eagle_aux_hidden_state_layer_ids=[1, 2, 3], max_position_embeddings=256)
     of_head = write_head(tmp_path / "head", head, random_head(sizes, VOCAB_SIZE))
     speculation = {"method": "eagle3", "model": str(of_head), "num_speculative_tokens": 3}

@@ -22,6 +22,7 @@ from jpaged.device.executor import JaxExecutor
 from jpaged.errors import InvalidArgument, Unavailable, Unsupported
 from jpaged.llm import TokensPrompt
 from jpaged.local_model import parse_prompt
+from jpaged.models.hf_config import from_hf
 from jpaged.types import OutputEvent
 from tests.e2e.rig import chosen_logprobs, engine_of, generate, open_llm, random_prompts, write_model
 from tests.models.adapters import TinyAdapter
@@ -430,15 +431,15 @@ def test_an_fp8_cache_takes_the_scales_of_a_checkpoint(tmp_path: Path) -> None:
     folder = write_checkpoint(tiny_case("llama_mha"), tmp_path / "plain")
     scaled, again = tmp_path / "scaled", tmp_path / "again"
     plain = load_file(folder / FILE)
-    for other, scale in ((scaled, 1e-5), (again, 0.01)):
-        other.mkdir()
-        (other / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for target, scale in ((scaled, 1e-5), (again, 0.01)):
+        target.mkdir()
+        (target / "config.json").write_bytes((folder / "config.json").read_bytes())
         scales = {
             f"model.layers.{layer}.self_attn.{part}_scale": np.full(1, scale * (1 + layer), np.float32)
-            for layer in range(tiny_case("llama_mha").config["num_hidden_layers"])
+            for layer in range(from_hf(tiny_case("llama_mha").config).num_layers)
             for part in "kv"
         }
-        save_file({**plain, **scales}, other / FILE, metadata={"format": "pt"})
+        save_file({**plain, **scales}, target / FILE, metadata={"format": "pt"})
     with open_llm(folder, kv_cache_dtype="fp8", **SIZES) as llm:
         measured = outputs_of(llm)
     with open_llm(scaled, kv_cache_dtype="fp8", **SIZES) as llm:

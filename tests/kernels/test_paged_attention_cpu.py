@@ -128,9 +128,9 @@ class TestCpu(PagedAttentionConformance):
         whole = self.pool(case, self.spec(case, shape).layout, None)
         np.testing.assert_array_equal(pool, np.asarray(whole))
         alone = make_case([(81, 81)], shape)
-        copies = {"k_lnbkd": case.k_lnbkd, "v_lnbkd": case.v_lnbkd}
         tables = np.roll(case.block_tables_sm, -3, axis=0)
-        alone = dataclasses.replace(alone, **copies, block_tables_sm=tables, first_positions_s=alone.kv_lens_s)
+        alone = dataclasses.replace(alone, k_lnbkd=case.k_lnbkd, v_lnbkd=case.v_lnbkd, block_tables_sm=tables)
+        alone = dataclasses.replace(alone, first_positions_s=alone.kv_lens_s)
         alone.q_thd[:81] = case.q_thd[20:101]
         got, got_lse, _ = self.run_update(alone, shape)
         assert got[:81].tobytes() == o_thd[20:101].tobytes()
