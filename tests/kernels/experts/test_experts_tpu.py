@@ -126,7 +126,7 @@ def test_every_number_of_few_bits_is_converted_exactly(values: Any) -> None:
         given = (
             None if scale is None else jnp.full((2 * len(words), 128), scale * _SCALED.get(values, 1.0), jnp.bfloat16)
         )
-        found = jax.jit(functools.partial(_CONVERSIONS[values], zeros=None))(words, given)
+        found = jax.jit(lambda *read, convert=_CONVERSIONS[values]: convert(*read, None))(words, given)
         for j, each in enumerate(found):
             pairs = np.asarray(each, np.float32).reshape(-1, 2, 128)
             np.testing.assert_allclose(pairs[:, 0], want[:, j] * (scale or 1), rtol=0, atol=2.0**-33)
