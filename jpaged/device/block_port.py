@@ -22,6 +22,7 @@ import math
 import os
 import secrets
 import socket
+import stat
 import struct
 import threading
 import time
@@ -109,8 +110,15 @@ def _find_listeners(host: str) -> dict[tuple[str, int], socket.socket]:
     found: dict[tuple[str, int], socket.socket] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed since, or no socket
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            descriptor = os.dup(int(name))
+        except OSError:  # closed since
+            continue
+        try:
+            one = socket.socket(fileno=descriptor)
+        except OSError:  # another file has this number since
+            os.close(descriptor)
             continue
         is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
         is_listening = is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -235,8 +235,7 @@ class EngineCore:
         self.groups: dict[str, SequenceGroup] = {}
         self.is_paused = False
         self.asleep: set[SleepTag] = set()
-        self.sleep_level = 0
-        self.weight_version, self.num_updates = "0", 0
+        self.sleep_level, self.weight_version, self.num_updates = 0, "0", 0
         self._weights_digest = b""
         self._on_idle: list[Done] = []  # of pauses that wait for the end of all requests
         self._clock = clock

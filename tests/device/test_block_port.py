@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -168,6 +169,7 @@ def test_offers_over_the_limit_are_refused(ports: tuple[JaxBlockPort, JaxBlockPo
     settle(port)
     port.withdraw(port.offer(contents).uuid)
     settle(port)
+    port.close()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_other_hosts_cannot_connect_until_they_are_admitted(ports: tuple[JaxBloc
 
 
 def test_the_filter_compares_whole_addresses() -> None:
-    """Of IPv6, where this machine has it, all four words."""
+    """All four words of IPv6, where this machine has it."""
     families = [(socket.AF_INET, "127.0.0.1", "127.0.0.2", "127.1.0.1")]
     if has_ipv6():
         families.append((socket.AF_INET6, "::1", "::2", "1::1"))
@@ -264,6 +266,18 @@ def has_ipv6() -> bool:
         probe.bind(("::1", 0))
         return True
     return False
+
+
+def test_sockets_are_looked_for_without_keeping_descriptors(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb"), socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        before = len(os.listdir("/proc/self/fd"))
+        found = block_port._find_listeners("127.0.0.1")
+        assert listener.getsockname() in found
+        for one in found.values():
+            one.close()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_number_of_admitted_hosts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,19 +249,17 @@ def test_unknown_fields_of_items_and_tools_follow_the_policy_of_the_body() -> No
         {"role": "user", "content": [part], **new},
         {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "c", **new}]},
     ]
-    given = {"input": items, "tools": tools, "reasoning": {"context": "auto"}, "text": {"length": 3}}
+    given = {"input": items, "tools": tools, "reasoning": {"depth": "auto"}, "text": {"length": 3}}
     body = LenientBody(given)
     parsed = parse_responses_request(body)
     names = [tool.name for tool in parsed.job.prompts[0].chat_options.tools]
     assert names == ["f", "n__f", "c"]
     assert body.ignored.keys() == {
         *("input.nickname", "input.content.nickname", "input.tools.nickname", "tools.nickname"),
-        *("tools.defer_loading", "tools.tools.defer_loading", "reasoning.context", "text.length"),
+        *("reasoning.depth", "text.length"),
     }
     for name, value in given.items():
-        with pytest.raises(
-            InvalidArgument, match=rf"^{name}.*(nickname|defer_loading|context|length): is not supported"
-        ):
+        with pytest.raises(InvalidArgument, match=rf"^{name}.*(nickname|depth|length): is not supported"):
             parse_responses_request({"input": "a", name: value})
 
 

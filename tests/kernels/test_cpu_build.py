@@ -277,8 +277,8 @@ FAULTS = (
     Fault(
         "tokens without a row keep what was there",
         _KERNEL,
-        "  clear_outputs(call);\n  Work work",
-        "  Work work",
+        "  if (!is_done) clear_outputs(call);",
+        "",
         "padding_tokens or no_rows",
     ),
     Fault(
@@ -357,14 +357,25 @@ PRODUCT_FAULTS = (
     Fault(
         "the bias of the second part is the first's",
         _PRODUCT,
-        "bias_at(after.num_columns + column)",
-        "bias_at(column)",
+        "bias_at(after.num_columns + strip.column)",
+        "bias_at(strip.column)",
         "gated",
     ),
-    Fault("the gate is not squashed", _PRODUCT, "x = activate<gate>(x) * (", "x = x * (", "gated"),
+    Fault("the gate is not squashed", _PRODUCT, "x = activate<activation>(x);", ";", "gated"),
     Fault("the GELU has no cube", _PRODUCT, "0.0713548163f * (x * x)", "0.0713548163f * x", "activation_of_the_model"),
     Fault(
-        "what is added is forgotten", _PRODUCT, "if (after.residual) x =", "if (after.residual && false) x =", "around"
+        "what is added is forgotten",
+        _PRODUCT,
+        "if (after.residual) x = load_numbers(",
+        "if (after.residual && false) x = load_numbers(",
+        "around",
+    ),
+    Fault(
+        "what is added to whole vectors is forgotten",
+        _PRODUCT,
+        "if (after.residual) x = load(",
+        "if (after.residual && false) x = load(",
+        "around",
     ),
     Fault(
         "heads turn backwards",
@@ -393,8 +404,8 @@ PRODUCT_FAULTS = (
     Fault(
         "the last rows of a tile are left out",
         _CALL,
-        "row < tiles.num_rows; row += tiles.rows_of_tile",
-        "row + 1 < tiles.num_rows; row += tiles.rows_of_tile",
+        "row < end; row += tiles.rows_of_tile",
+        "row + 1 < end; row += tiles.rows_of_tile",
         "float64",
     ),
     Fault("digits overlap by a bit", _DIGITS, "(left - digit) >> 8", "(left - digit) >> 7", "in_float64"),

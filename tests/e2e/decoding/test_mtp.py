@@ -109,10 +109,3 @@ def test_a_model_without_an_mtp_layer_is_refused_by_name(tmp_path: Path) -> None
     for folder, refusal in refusals.items():
         with pytest.raises((InvalidArgument, Unsupported), match=refusal), open_llm(folder, speculative_config=MTP):
             raise AssertionError(f"{folder} is served")
-
-
-def test_rounds_of_more_tokens_than_states_are_refused_by_name(tmp_path: Path) -> None:
-    folder, config = checkpoint("qwen3_5_text", tmp_path), {**MTP, "num_speculative_tokens": 16}
-    refusal = "num_speculative_tokens: 16 is over the limit of 15 for models with recurrent state"
-    with pytest.raises(InvalidArgument, match=refusal), open_llm(folder, **SIZES, speculative_config=config):
-        raise AssertionError("it is served")

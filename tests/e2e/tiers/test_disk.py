@@ -26,8 +26,8 @@ def engines_of(llm: LLM) -> list[Any]:
 def be_patient(llm: LLM) -> None:
     """Has it wait for the disk however busy the machine is."""
     for engine in engines_of(llm):
-        fetching = engine._loop.memory.connectors[0]._reader
-        fetching._rates = dataclasses.replace(fetching._rates, forward_s=((1, 1000.0),))
+        prefill = engine._loop.memory.connectors[0]._reader.prefill
+        prefill._rates = dataclasses.replace(prefill._rates, forward_s=((1, 1000.0),))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
