@@ -77,17 +77,31 @@ class PeerFilter:
         if isinstance(peer, ipaddress.IPv6Address) and self._own.version == 4 and peer.ipv4_mapped is not None:
             peer = peer.ipv4_mapped
         with self._lock:
-            if peer.version != self._own.version or peer in self._fixed or peer in self._admitted:
+            if peer.version != self._own.version or peer in self._fixed:
+                return
+            if peer in self._admitted:
+                self._admitted[peer] = self._admitted.pop(peer)  # now used last
                 return
             self._admitted[peer] = None
             if len(self._admitted) > _MAX_PEERS:
                 del self._admitted[next(iter(self._admitted))]
-            self._attach()
+            self._attach_most()
 
     def close(self) -> None:
         """Close the descriptors; the sockets and their filter stay."""
         for one in self._sockets:
             one.close()
+
+    def _attach_most(self) -> None:
+        """Attach a filter; drop the oldest peers if the kernel limits it to fewer (net.core.optmem_max)."""
+        while True:
+            try:
+                return self._attach()
+            except OSError:
+                if len(self._admitted) == 1:
+                    self._admitted.clear()
+                    raise
+                del self._admitted[next(iter(self._admitted))]
 
     def _attach(self) -> None:
         begin, program = _NETWORK_HEADER + _SOURCE_OFFSETS[self._own.version], b""
@@ -109,8 +123,13 @@ def _find_listeners(host: str) -> dict[tuple[str, int], socket.socket]:
     found: dict[tuple[str, int], socket.socket] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            one = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed since, or no socket
+            descriptor = os.dup(int(name))
+        except OSError:  # closed since
+            continue
+        try:
+            one = socket.socket(fileno=descriptor)
+        except OSError:  # no socket
+            os.close(descriptor)
             continue
         is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
         is_listening = is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
