@@ -170,6 +170,7 @@ def test_offers_over_the_limit_are_refused(ports: tuple[JaxBlockPort, JaxBlockPo
     settle(port)
     port.withdraw(port.offer(contents).uuid)
     settle(port)
+    port.close()
 
 
 @pytest.mark.parametrize(
