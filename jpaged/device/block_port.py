@@ -40,7 +40,7 @@ from jax.sharding import SingleDeviceSharding
 from jpaged.config import DataPortOptions
 from jpaged.device.transfers import BlockPlace
 from jpaged.engine.executor import ArrayPart, BlockArrays, BlockOffer
-from jpaged.errors import Incompatible, InternalError, InvalidArgument, Unavailable
+from jpaged.errors import Incompatible, InternalError, InvalidArgument, Unavailable, Unsupported
 
 _DRAIN_S = 1.0
 """Time after which an offer that is withdrawn counts as pulled by the other server."""
@@ -78,17 +78,31 @@ class PeerFilter:
         if isinstance(peer, ipaddress.IPv6Address) and self._own.version == 4 and peer.ipv4_mapped is not None:
             peer = peer.ipv4_mapped
         with self._lock:
-            if peer.version != self._own.version or peer in self._fixed or peer in self._admitted:
+            if peer.version != self._own.version or peer in self._fixed:
+                return
+            if peer in self._admitted:
+                self._admitted[peer] = self._admitted.pop(peer)  # now used last
                 return
             self._admitted[peer] = None
             if len(self._admitted) > _MAX_PEERS:
                 del self._admitted[next(iter(self._admitted))]
-            self._attach()
+            self._attach_most()
 
     def close(self) -> None:
         """Close the descriptors; the sockets and their filter stay."""
         for one in self._sockets:
             one.close()
+
+    def _attach_most(self) -> None:
+        """Attach a filter; drop the oldest peers if the kernel limits it to fewer (net.core.optmem_max)."""
+        while True:
+            try:
+                return self._attach()
+            except OSError:
+                if len(self._admitted) == 1:
+                    self._admitted.clear()
+                    raise
+                del self._admitted[next(iter(self._admitted))]
 
     def _attach(self) -> None:
         begin, program = _NETWORK_HEADER + _SOURCE_OFFSETS[self._own.version], b""
@@ -108,7 +122,13 @@ class PeerFilter:
 def _find_listeners(host: str) -> dict[tuple[str, int], socket.socket]:
     """Return duplicates of this process's sockets that listen on an address, by address and port."""
     found: dict[tuple[str, int], socket.socket] = {}
-    for name in os.listdir("/proc/self/fd"):
+    try:
+        names = os.listdir("/proc/self/fd")
+    except FileNotFoundError:
+        raise Unsupported(
+            "kv_connector jax: data ports need Linux, which filters the packets of their sockets"
+        ) from None
+    for name in names:
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue

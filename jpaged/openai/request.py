@@ -137,7 +137,9 @@ def _variables_in(body: Mapping[str, Any]) -> Any:
     given, thinking, found = body.get("chat_template_kwargs"), object_in(body, "thinking"), dict[str, bool]()
     if thinking:
         for name in thinking.keys() - {*_THINKING_FIELDS}:
-            raise InvalidArgument(f"thinking.{name[:_MAX_SHOWN]}", f"is not one of {', '.join(_THINKING_FIELDS)}")
+            if not isinstance(body, LenientBody):
+                raise InvalidArgument(f"thinking.{name[:_MAX_SHOWN]}", f"is not one of {', '.join(_THINKING_FIELDS)}")
+            body.ignore(f"thinking.{name}")
         kind = thinking.get("type")
         if not isinstance(kind, str) or kind not in _THINKING_TYPES:
             raise InvalidArgument("thinking.type", f"{shown(kind)} is not one of {', '.join(_THINKING_TYPES)}")

@@ -43,7 +43,7 @@ IMAGES_REQUEST_MIB = 16.0
 MAX_CALL_PATCHES = 1024
 """Maximum patches of several images in one call of the encoder; a larger image has a call to itself."""
 TENANT_BYTES = 4 << 30
-"""Host memory for prepared and encoded images of a tenant's requests; twice as much for all tenants together."""
+"""Host memory for images of a tenant's requests, in addition to the cache; twice as much for all tenants together."""
 _RETRY_AFTER_S = 1.0
 _NUM_THREADS, _NUM_OF_TENANT = 4, 3
 """Threads that decode and prepare, and how many of them a tenant may take."""
@@ -306,9 +306,10 @@ class ImageInputs:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._num_patches = 0
+        self._num_calls = 0  # submitted and not begun
         self._in_flight: dict[tuple[str, bytes], Future[_Rows]] = {}
         self._cache = EncoderCache(cache_bytes)
-        self._memory = ImageMemory(TENANT_BYTES)
+        self._memory = ImageMemory(TENANT_BYTES + cache_bytes)
         self._load = ImageLoad()
 
     @classmethod
@@ -513,7 +514,9 @@ class ImageInputs:
 
     def _start_calls(self) -> None:
         """Start to encode all waiting images, with the lock held."""
-        for _ in range(sum(map(len, self._waiting.values()))):
+        missing = sum(map(len, self._waiting.values())) - self._num_calls  # each takes at least one image
+        for _ in range(missing):
+            self._num_calls += 1
             self._encoding.submit(self._encode_waiting)
 
     def _count(self, **counts: int) -> None:
@@ -524,6 +527,7 @@ class ImageInputs:
     def _encode_waiting(self) -> None:
         """Encode the waiting images that fit into one call, if another call has not taken them."""
         with self._lock:
+            self._num_calls -= 1
             batch = self._take_batch()
         if not batch:
             return

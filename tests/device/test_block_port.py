@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +293,36 @@ def test_the_number_of_admitted_hosts_is_limited(monkeypatch: pytest.MonkeyPatch
         address = f":{listener.getsockname()[1]}"
         found = [knock(address, f"127.0.0.{number}") for number in (1, 2, 3, 4, 9)]
         assert found == [True, False, True, True, True]
+
+
+def test_a_kernel_that_limits_the_filter_admits_the_latest_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        peers, attach = block_port.PeerFilter("127.0.0.1", [listener]), block_port.PeerFilter._attach
+
+        def limited(self: block_port.PeerFilter) -> None:
+            if len(self._admitted) > 2:
+                raise OSError(errno.ENOMEM, "net.core.optmem_max")
+            attach(self)
+
+        monkeypatch.setattr(block_port.PeerFilter, "_attach", limited)
+        for host in ("127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.4"):
+            peers.admit(host)
+        address = f":{listener.getsockname()[1]}"
+        assert [knock(address, f"127.0.0.{number}") for number in (1, 2, 3, 4)] == [True, True, False, True]
+
+
+def test_the_search_for_listeners_leaves_no_descriptors() -> None:
+    with tempfile.TemporaryFile(), socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        num_before = len(os.listdir("/proc/self/fd"))
+        found = block_port._find_listeners("127.0.0.1")
+        assert listener.getsockname() in found
+        for one in found.values():
+            one.close()
+        assert len(os.listdir("/proc/self/fd")) == num_before
 
 
 @pytest.mark.long

@@ -122,6 +122,13 @@ def test_wrong_words_for_thinking_are_named(given: dict[str, Any], field: str) -
     assert refused.value.field == field
 
 
+def test_unknown_fields_of_thinking_are_ignored_if_the_body_is_lenient() -> None:
+    body = LenientBody({"messages": MESSAGES, "thinking": {"type": "enabled", "display": "summarized"}})
+    options = chat_job(body).prompts[0].chat_options
+    assert options is not None and options.template_kwargs == {"enable_thinking": True, "thinking": True}
+    assert [*body.ignored] == ["thinking.display"]
+
+
 def test_a_context_of_reasoning_keeps_or_drops_that_of_earlier_turns() -> None:
     dropped = {name: not value for name, value in KEPT.items()}
     for context, variables in {"auto": {}, "all_turns": KEPT, "current_turn": dropped}.items():

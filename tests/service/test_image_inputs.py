@@ -281,6 +281,33 @@ async def test_images_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPa
     assert inputs._memory.num_bytes == 0
 
 
+async def test_cached_images_take_no_memory_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_inputs, "TENANT_BYTES", 40)
+    inputs = make(cache_bytes=80)
+    for text in ("abcde", "fghij", "klmno"):  # 40 bytes of rows each, of which the cache keeps two
+        await complete(inputs, letters(text), tenant="a")
+    assert inputs.load().cached_bytes == 80
+
+
+def test_a_burst_of_images_submits_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = FakeVision()
+    inputs, num_submitted = make(vision), 0
+    images = read(inputs, *(letters(chr(97 + i)) for i in range(20)))
+    submit = inputs._encoding.submit
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_submitted
+        num_submitted += 1
+        return submit(*args)
+
+    monkeypatch.setattr(inputs._encoding, "submit", counted)
+    vision.gate.clear()
+    started = [inputs.start_encoding([image], "", "") for image in images]
+    vision.gate.set()
+    assert [bytes(one.result(5)[:, 0].astype(np.uint8)) for (one,) in started] == [bytes([97 + i]) for i in range(20)]
+    assert num_submitted == 20
+
+
 def test_the_tenant_with_the_most_bytes_gives_way() -> None:
     cache, rows = EncoderCache(100), np.zeros((1, 5), np.float32)
     for key in (b"1", b"2", b"3"):

@@ -108,7 +108,7 @@ class ModuleProcess:
 
 def _end(process: subprocess.Popen[bytes], open_files: contextlib.ExitStack) -> None:
     if process.returncode is None:  # otherwise its number may be that of another process
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: an ended one on macOS
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     open_files.close()
