@@ -263,22 +263,32 @@ def test_slow_urls_of_a_tenant_delay_no_picture_of_others(monkeypatch: pytest.Mo
     assert all(len(one.result(5).patches_pe) == 2 for one in slow)
 
 
+async def settle(inputs: ImageInputs, num_bytes: int) -> None:
+    """Wait until the loop and the threads, which may hold the last arrays of a call, hold at most `num_bytes`."""
+    for _ in range(5000):
+        if inputs._memory.num_bytes <= num_bytes:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{inputs._memory.num_bytes} bytes are held")
+
+
 async def test_images_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_inputs, "TENANT_BYTES", 40)
     inputs = make(cache_bytes=0)
     first = await complete(inputs, letters("abcde"), tenant="a")  # 40 bytes of rows
+    await settle(inputs, 40)
     with pytest.raises(TryLater, match=r"images of this tenant's requests take 40 bytes of host memory, .* of 40") as e:
         await complete(inputs, letters("f"), tenant="a")
     assert e.value.retry_after_s > 0
     other = await complete(inputs, letters("abcdx"), tenant="b")
+    await settle(inputs, 80)
     with pytest.raises(TryLater, match=r"images of all requests take 80 bytes .* over the limit of 80"):
         await complete(inputs, letters("f"), tenant="c")
     del first, e
+    await settle(inputs, 40)
     await complete(inputs, letters("f"), tenant="c")
     del other
-    for _ in range(1000):  # the loop and the threads may still hold the last arrays
-        await asyncio.sleep(0.001 if inputs._memory.num_bytes else 0)
-    assert inputs._memory.num_bytes == 0
+    await settle(inputs, 0)
 
 
 async def test_cached_images_take_no_memory_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +296,7 @@ async def test_cached_images_take_no_memory_of_requests(monkeypatch: pytest.Monk
     inputs = make(cache_bytes=80)
     for text in ("abcde", "fghij", "klmno"):  # 40 bytes of rows each, of which the cache keeps two
         await complete(inputs, letters(text), tenant="a")
+        await settle(inputs, inputs.load().cached_bytes)
     assert inputs.load().cached_bytes == 80
 
 
