@@ -205,10 +205,13 @@ def _download_url(url: str, download_dir: str | None) -> Path:
     top, name = root.rpartition("/")[::2] if root.endswith(SUFFIX) else (root, None)
     wanted = _WANTED_FILES if name is None else [part.name for part in get_parts(Path(name))]
     try:
-        found = {path[len(top) :].lstrip("/"): path for path in files.find(top)}
+        listed = files.find(top, maxdepth=None if name is None else 1)  # not a whole bucket for a file
+        found = {path[len(top) :].lstrip("/"): path for path in listed}
         kept = {path: found[path] for path in sorted(found) if _is_wanted(path, wanted)}
         if not kept:
             raise FileNotFoundError("no file of a model is there")
+        if hostile := next((path for path in kept if ".." in path.split("/")), None):
+            raise ValueError(f"{hostile} leads out of the folder")
         states = [(path, files.ukey(source)) for path, source in kept.items()]
         digest = hashlib.sha256(repr((url, states)).encode()).hexdigest()[:32]
         cache = programs.parent / "models" if download_dir is None and programs else expand_home(str(download_dir), "")

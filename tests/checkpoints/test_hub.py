@@ -460,6 +460,34 @@ def test_a_url_of_a_gguf_file_brings_its_parts(tmp_path: Path) -> None:
     assert sorted(path.name for path in found.parent.iterdir()) == names
 
 
+def test_names_in_storage_stay_inside_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = put_in_storage({"config.json": "{}"}, "models/hostile")
+    outside = "/models/hostile/0/../../../outside.json"
+    monkeypatch.setattr(type(storage), "find", lambda *_, **__: ["/models/hostile/config.json", outside])
+    monkeypatch.setattr(type(storage), "ukey", lambda _, path: path)
+    monkeypatch.setattr(type(storage), "get_file", lambda _, __, path: Path(path).write_text("{}"))
+    with pytest.raises(NotFound, match=r"0/\.\./\.\./\.\./outside\.json leads out of the folder"):
+        hub.find_folder("memory://models/hostile", download_dir=str(tmp_path / "cache" / "models"))
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_url_of_a_gguf_file_lists_only_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stored" / "deeper").mkdir(parents=True)
+    (tmp_path / "stored" / "tiny.gguf").write_text("GGUF")
+    storage = type(fsspec.filesystem("file"))
+    listed: list[str] = []
+    list_folder = storage.ls
+
+    def count(self: Any, path: str, *args: Any, **more: Any) -> Any:
+        listed.append(Path(path).name)
+        return list_folder(self, path, *args, **more)
+
+    monkeypatch.setattr(storage, "ls", count)
+    found = hub.find_folder(f"file://{tmp_path}/stored/tiny.gguf", download_dir=str(tmp_path / "copies"))
+    assert found.read_text() == "GGUF"
+    assert listed == ["stored"]
+
+
 @pytest.mark.parametrize(
     ("url", "kind", "problem"),
     [
