@@ -300,7 +300,7 @@ async def test_cached_images_take_no_memory_of_requests(monkeypatch: pytest.Monk
     assert inputs.load().cached_bytes == 80
 
 
-def test_a_burst_of_images_submits_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_of_images_submits_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     vision = FakeVision()
     inputs, num_submitted = make(vision), 0
     images = read(inputs, *(letters(chr(97 + i)) for i in range(20)))
@@ -316,7 +316,7 @@ def test_a_burst_of_images_submits_as_many_calls(monkeypatch: pytest.MonkeyPatch
     started = [inputs.start_encoding([image], "", "") for image in images]
     vision.gate.set()
     assert [bytes(one.result(5)[:, 0].astype(np.uint8)) for (one,) in started] == [bytes([97 + i]) for i in range(20)]
-    assert num_submitted == 20
+    assert num_submitted <= 20, "each call takes at least one image"
 
 
 def test_the_tenant_with_the_most_bytes_gives_way() -> None:
