@@ -268,8 +268,8 @@ def test_a_failure_from_outside_ends_the_requests_of_every_replica():
     fleet = Fleet(2)
     for name in ("a", "b"):
         fleet.submit(name, [ord(name)] * 6, max_tokens=40)
+    fleet.replicas.fail(InternalError("the device is gone"))  # before the threads start, which could end the requests
     fleet.replicas.start()
-    fleet.replicas.fail(InternalError("the device is gone"))
     fleet.replicas.stop()
     for name in ("a", "b"):
         assert "the device is gone" in str(fleet.last(name).error)
