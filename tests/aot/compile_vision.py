@@ -10,70 +10,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cpu.vision import SHAPES
 from jpaged.device.aot.topology import compile_only_devices, find_topology
 from jpaged.device.compilation.memory_plan import ProgramReport
 from jpaged.device.vision import lower_encoder
 from jpaged.models.config import VisionConfig
 
-MISTRAL_SMALL = VisionConfig(
-    kind="pixtral",
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_layers=24,
-    num_heads=16,
-    patch_size=14,
-    image_size=1540,
-    merge_size=2,
-    out_size=5120,
-    activation="silu",
-    norm_eps=1e-5,
-    image_token_id=10,
-    projector_eps=1e-5,
-    rope_theta=1e4,
-)
-"""The encoder of Mistral-Small-3.1-24B, as its config.json has it."""
-GEMMA_4B = VisionConfig(
-    kind="siglip",
-    hidden_size=1152,
-    intermediate_size=4304,
-    num_layers=27,
-    num_heads=16,
-    patch_size=14,
-    image_size=896,
-    merge_size=4,
-    out_size=2560,
-    activation="gelu_tanh",
-    norm_eps=1e-6,
-    image_token_id=262144,
-    projector_eps=1e-6,
-)
-"""The encoder of Gemma-3-4B."""
-QWEN_7B = VisionConfig(
-    kind="qwen2_5_vl",
-    hidden_size=1280,
-    intermediate_size=3420,
-    num_layers=32,
-    num_heads=16,
-    patch_size=14,
-    temporal_size=2,
-    image_size=0,
-    merge_size=2,
-    out_size=3584,
-    activation="silu",
-    norm_eps=1e-6,
-    image_token_id=151655,
-    projector_eps=1e-6,
-    projector_bias=True,
-    rope_theta=1e4,
-    window_size=112,
-    full_layers=(7, 15, 23, 31),
-)
-"""The encoder of Qwen2.5-VL-7B."""
-PUBLISHED: Mapping[str, VisionConfig] = {"mistral_small": MISTRAL_SMALL, "gemma_4b": GEMMA_4B, "qwen_7b": QWEN_7B}
+PUBLISHED: Mapping[str, VisionConfig] = {
+    "mistral_small": replace(SHAPES["pixtral"], num_layers=24, image_size=1540, image_token_id=10),
+    "gemma_4b": replace(SHAPES["siglip"], num_layers=27, image_token_id=262144),
+    "qwen_7b": replace(
+        SHAPES["qwen2_5_vl"], num_layers=32, image_size=0, image_token_id=151655, full_layers=(7, 15, 23, 31)
+    ),
+}
+"""The encoders of Mistral-Small-3.1-24B, Gemma-3-4B and Qwen2.5-VL-7B, as their config.json has them."""
 
 
 def main(topology: str, name: str, num_patches: int) -> None:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -268,18 +267,6 @@ def has_ipv6() -> bool:
         probe.bind(("::1", 0))
         return True
     return False
-
-
-def test_sockets_are_looked_for_without_keeping_descriptors(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("wb"), socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        before = len(os.listdir("/proc/self/fd"))
-        found = block_port._find_listeners("127.0.0.1")
-        assert listener.getsockname() in found
-        for one in found.values():
-            one.close()
-        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_number_of_admitted_hosts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
