@@ -9,7 +9,7 @@ from pathlib import Path
 
 from docs.site.links import ROOT
 from jpaged import anthropic, chat
-from jpaged.openai import embeddings, request, response_input, responses
+from jpaged.openai import chat_tools, embeddings, request, response_input, responses
 from jpaged.openai.request import Neutral, neutral_fields
 
 PAGE = ROOT / "docs" / "http.md"
@@ -231,7 +231,7 @@ _IN_PLACES: dict[str, tuple[Collection[str], Collection[str]]] = {
     "chat parts of type image_url": ({"type", "image_url"}, chat.IMAGE_NOTES),
     "chat tool_calls": ({"id", "type", "function"}, chat.MESSAGE_NOTES),
     "chat tools": ({"function"}, ()),
-    "chat tools of type function": (request.FUNCTION_FIELDS, request.UNREAD_TOOL_FIELDS),
+    "chat tools of type function": (chat_tools.FUNCTION_FIELDS, chat_tools.UNREAD_TOOL_FIELDS),
     "chat tool_choice": ({"function", "allowed_tools"}, ()),
     "chat response_format": ({"text", "json_object", "json_schema"}, ()),
     "chat stream_options": ({"include_usage"}, ()),
