@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jpaged import json_text
 from jpaged.chat import ToolCall, parse_tool_choice, parse_tools, without_surrogates
 from jpaged.errors import InvalidArgument
 
@@ -310,6 +311,9 @@ def _convert_call(where: str, call: Any) -> Any:
     custom = call.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
         raise InvalidArgument(f"{where}.custom", "must be an object of a name and an input, which is a text")
-    function = {"name": custom.get("name"), "arguments": json.dumps({CUSTOM_INPUT: custom["input"]})}
+    function = {
+        "name": custom.get("name"),
+        "arguments": json_text.dumps({CUSTOM_INPUT: custom["input"]}, ensure_ascii=False),
+    }
     rest = {name: one for name, one in call.items() if name not in ("type", "custom")}
     return {**rest, "type": "function", "function": function}

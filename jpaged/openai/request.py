@@ -533,7 +533,7 @@ class Job:
         shows_prompt_logprobs: return the prompt's log-probabilities by themselves, even if the text's include them.
         echoed: text before the answer of a chat, which its last message contains; "" for none.
         role: role of the answer of a chat.
-        call_form: form of its calls; None for `tool_calls` of functions.
+        call_form: form of the calls in it; None for `tool_calls` of functions.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
             token, which is dropped.
         has_token_ids: return token ids in addition to the text.
@@ -645,9 +645,11 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
 
 
 def _has_calls(body: Mapping[str, Any]) -> bool:
+    """Return True if a body of a chat has tools, or calls in its messages."""
     turns = body.get("messages")
-    has_turn = isinstance(turns, list) and any("tool_calls" in one or "function_call" in one for one in turns if one)
-    return has_turn or not _OF_TOOLS.isdisjoint(body)
+    listed = turns if isinstance(turns, list) else ()
+    has_call = any("tool_calls" in one or "function_call" in one for one in listed if isinstance(one, dict))
+    return has_call or not _OF_TOOLS.isdisjoint(body)
 
 
 def _length(body: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

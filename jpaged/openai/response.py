@@ -56,7 +56,7 @@ def build_message(
 
     Args:
         echoed: text before the answer's.
-        form: that of its calls; None for `tool_calls` of functions.
+        form: form of the calls; None for `tool_calls` of functions.
     """
     text = echoed + output.text
     message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}

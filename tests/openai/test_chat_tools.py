@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.chat import ToolCall, ToolCallPiece
+from jpaged.chat import ToolCall, ToolCallPiece, ToolChoice, ToolChoiceMode
 from jpaged.errors import InvalidArgument
 from jpaged.openai.request import Job, LenientBody, chat_job
 from jpaged.openai.response import build_message
@@ -30,7 +30,7 @@ def turns_of(messages: list[dict[str, Any]], **fields: Any) -> Any:
 
 def calls_of(*calls: tuple[str, str]) -> CompletionOutput:
     found = tuple(ToolCall(f"id{i}", name, text) for i, (name, text) in enumerate(calls))
-    return CompletionOutput(0, "", (1,), None, "tool_calls", tool_calls=found)
+    return CompletionOutput(0, "", (1,), "tool_calls", None, tool_calls=found)
 
 
 def stream(job: Job, *pieces: ToolCallPiece) -> list[Any]:
@@ -49,7 +49,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     add, run = options.chat_options.tools
     assert (add.name, run.name, run.description) == ("add", "run", "Run code.")
     assert run.parameters["required"] == ["input"]
-    assert options.chat_options.tool_choice.name == "run"
+    assert options.chat_options.tool_choice == ToolChoice(ToolChoiceMode.NAMED, "run")
 
 
 def test_allowed_tools_may_be_custom() -> None:
@@ -102,7 +102,7 @@ def test_older_functions_are_tools_with_one_call() -> None:
     options = job.prompts[0].chat_options
     assert options is not None
     assert [tool.name for tool in options.tools] == ["add"]
-    assert options.tool_choice.name == "add"
+    assert options.tool_choice == ToolChoice(ToolChoiceMode.NAMED, "add")
     assert not options.parallel_tool_calls
     message = build_message(calls_of(("add", '{"a": 1}')), form=job.call_form)
     assert message["function_call"] == {"name": "add", "arguments": '{"a": 1}'}
