@@ -571,6 +571,8 @@ class ChunkBuilder:
         choice: dict[str, Any] = {"index": index}
         if job.is_chat:
             choice["delta"] = self._delta(index, event)
+            if not (choice["delta"] or finish or is_told):
+                return b""  # the input of a custom tool is held back
             choice["logprobs"] = chat_logprobs(positions, self._token_text) if positions else None
         else:
             choice["text"] = text

@@ -30,7 +30,7 @@ def turns_of(messages: list[dict[str, Any]], **fields: Any) -> Any:
 
 def calls_of(*calls: tuple[str, str]) -> CompletionOutput:
     found = tuple(ToolCall(f"id{i}", name, text) for i, (name, text) in enumerate(calls))
-    return CompletionOutput(0, "", (1,), "tool_calls", None, tool_calls=found)
+    return CompletionOutput(0, "", (1,), None, None, "tool_calls", tool_calls=found)
 
 
 def stream(job: Job, *pieces: ToolCallPiece) -> list[Any]:
@@ -40,6 +40,7 @@ def stream(job: Job, *pieces: ToolCallPiece) -> list[Any]:
     events.append(OutputEvent("r", finish=SequenceFinish(FinishReason.TOOL_CALLS), is_last=True))
     sent = [one for event in events for one in read(chunks.of(0, event))]
     choices = [one["choices"][0] for one in sent if "role" not in one["choices"][0]["delta"]]
+    assert all(choice["delta"] or choice["finish_reason"] for choice in choices)
     return [*(choice["delta"] for choice in choices if choice["delta"]), choices[-1]["finish_reason"]]
 
 

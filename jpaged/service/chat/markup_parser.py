@@ -392,8 +392,9 @@ class MarkupParser(ToolParser):
         if found is None or len(found[0]) > _MAX_NAME_CHARS:
             return self._give_up()
         rest = self._waiting[found.end() :].lstrip(SPACE)
-        ends = (self._name_end,) if self._name_end else (self._parameter, self._end)
-        ends += (self._name_end.removeprefix(_QUOTE),) if self._is_quoted else ()
+        ends = [self._name_end] if self._name_end else [self._parameter, self._end]
+        if self._is_quoted:
+            ends.append(self._name_end.removeprefix(_QUOTE))
         tag = next((end for end in ends if rest.startswith(end)), None)
         if tag is None:
             return False if any(end.startswith(rest) for end in ends) else self._give_up()
