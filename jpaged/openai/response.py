@@ -572,7 +572,7 @@ class ChunkBuilder:
         if job.is_chat:
             choice["delta"] = self._delta(index, event)
             if not (choice["delta"] or finish or is_told):
-                return b""  # the input of a custom tool is held back
+                return b""  # no input of a custom tool yet
             choice["logprobs"] = chat_logprobs(positions, self._token_text) if positions else None
         else:
             choice["text"] = text
