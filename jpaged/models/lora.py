@@ -37,11 +37,13 @@ class AdaptedPlace:
         path: from the root.
         leaves: the leaf there, or those of the layers that are stacked there.
         is_stacked: an axis of layers comes first.
+        is_input: the matrix is the embedding of ids, which are its inputs.
     """
 
     path: LeafPath
     leaves: Sequence[Leaf]
     is_stacked: bool
+    is_input: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -65,7 +67,7 @@ class AdaptedPlace:
 
     def vector_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one adapter's vectors, without an axis of layers."""
-        return self.shapes(2)[1]
+        return () if self.is_input else self.shapes(2)[1]
 
     def axes(self) -> tuple[LogicalAxes, LogicalAxes]:
         """Return the axis names of a, and of b of each part, without an axis of layers."""
@@ -116,11 +118,17 @@ def is_of_experts(leaf: Leaf) -> bool:
     return not _OF_EXPERTS.isdisjoint(leaf.path)
 
 
-def adapted_places(config: ModelConfig, layer_mode: LayerMode, *, has_output: bool = False) -> Iterator[AdaptedPlace]:
-    """Yield every place that may have adapters, in the order of the tree; with the output matrix if `has_output`.
+def adapted_places(
+    config: ModelConfig, layer_mode: LayerMode, *, has_output: bool = False, has_input: bool = False
+) -> Iterator[AdaptedPlace]:
+    """Yield every place that may have adapters, in the order of the tree.
 
-    The output matrix is described as a kernel `[in, out]`. If it is tied to the embedding, the place is the embedding,
-    whose rows for tokens have no adapters.
+    The output matrix and the embedding are described as kernels `[in, out]`. If the output matrix is tied to the
+    embedding, its place is the embedding. The adapters of ids have their own place next to it.
+
+    Args:
+        has_output: with the output matrix.
+        has_input: with the embedding of ids.
     """
     for path, leaves in placed_leaves(config, layer_mode):
         if path[0] == "layers" and path[-1] == "kernel" and not is_of_experts(leaves[0]):
@@ -130,6 +138,15 @@ def adapted_places(config: ModelConfig, layer_mode: LayerMode, *, has_output: bo
         size, width = next(leaf.shape for own, (leaf, *_) in placed_leaves(config, "loop") if own == path)
         linears = Linears((get_module(find_family(config.architecture).lm_head),))
         yield AdaptedPlace(path, (stacked_kernel(path, linears, ("embed", "vocab"), (width, size)),), False)
+    if has_input:
+        (embedding,) = next(leaves for own, leaves in placed_leaves(config, "loop") if own == ("embed", "embedding"))
+        linears = Linears((get_module(embedding.tensors[0][0]),))
+        kernel = stacked_kernel(INPUT_PATH, linears, (None, "embed"), embedding.shape)
+        yield AdaptedPlace(INPUT_PATH, (kernel,), False, is_input=True)
+
+
+INPUT_PATH = ("embed", "adapters")
+"""Path of the adapters of ids, next to the embedding."""
 
 
 def get_output_path(config: ModelConfig) -> tuple[str, str]:

@@ -16,6 +16,9 @@ from jpaged.models.hf_config import from_hf
 from jpaged.models.lora import adapted_places
 from tests.models.tiny import TinyCase, tensors, write_checkpoint
 
+EMBEDDING = "model.embed_tokens"
+REPLACED_ROWS = f"base_model.model.{EMBEDDING}.token_adapter.trainable_tokens_delta"
+
 
 @dataclass(frozen=True, slots=True)
 class TinyAdapter:
@@ -26,6 +29,8 @@ class TinyAdapter:
         modules: a regular expression of the modules that it is of.
         settings: what its adapter_config.json says besides.
         has_output: it is of lm_head, too.
+        has_input: it is of embed_tokens, too.
+        tokens: ids whose rows of embed_tokens it replaces; those of a tied lm_head, too.
     """
 
     case: TinyCase
@@ -35,10 +40,13 @@ class TinyAdapter:
     modules: str = ""
     settings: Mapping[str, object] | None = None
     has_output: bool = False
+    has_input: bool = False
+    tokens: tuple[int, ...] = ()
 
     def module_names(self) -> list[str]:
         """Every module that may have an adapter, as the checkpoint calls it, and this one has."""
-        places = adapted_places(from_hf(self.case.config), "loop", has_output=self.has_output)
+        config = from_hf(self.case.config)
+        places = adapted_places(config, "loop", has_output=self.has_output, has_input=self.has_input)
         names = [name.removesuffix(".weight") for place in places for leaf in place.leaves for name, _ in leaf.tensors]
         return [name for name in names if re.search(self.modules, name)]
 
@@ -61,6 +69,7 @@ class TinyAdapter:
             "target_modules": sorted({name.rpartition(".")[2] for name in self.module_names()}),
             "rank_pattern": {},
             "alpha_pattern": {},
+            "trainable_token_indices": list(self.tokens) or None,
             **(self.settings or {}),
         }
 
@@ -77,8 +86,10 @@ class TinyAdapter:
             num_out, width = shape[::-1] if self.is_transposed else shape
             rng = np.random.default_rng(zlib.crc32(f"{self.case.name}/{self.name}/{module}".encode()))
             prefix = f"base_model.model.{module}"
-            found[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.3, (self.rank, width)).astype(np.float32)
-            found[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.1, (num_out, self.rank)).astype(np.float32)
+            if module == EMBEDDING:
+                num_out, width = width, num_out
+            for which, shape, std in (("A", (self.rank, width), 0.3), ("B", (num_out, self.rank), 0.1)):
+                found[self._names(module)[which]] = rng.normal(0, std, shape).astype(np.float32)
             given = self.config()
             if given["use_dora"]:
                 magnitudes = rng.uniform(0.2, 2.0, (num_out,))
@@ -87,7 +98,16 @@ class TinyAdapter:
                 found[f"{prefix}.lora_B.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
             if given["bias"] != "none" and f"{module}.bias" in stored:
                 found[f"{prefix}.base_layer.bias"] = rng.normal(0, 0.2, (num_out,)).astype(np.float32)
+        if self.tokens:
+            rng, width = np.random.default_rng(len(self.tokens)), stored[f"{EMBEDDING}.weight"].shape[1]
+            found[REPLACED_ROWS] = rng.normal(0, 0.1, (len(self.tokens), width)).astype(np.float32)
         return found
+
+    @staticmethod
+    def _names(module: str) -> dict[str, str]:
+        """Names of A and B."""
+        form = "lora_embedding_{}" if module == EMBEDDING else "lora_{}.weight"
+        return {which: f"base_model.model.{module}.{form.format(which)}" for which in "AB"}
 
     @staticmethod
     def _stored(stored: Mapping[str, np.ndarray], module: str) -> np.ndarray:
@@ -102,15 +122,23 @@ class TinyAdapter:
         return str(folder)
 
     def write_merged(self, folder: Path) -> Path:
-        """Writes the checkpoint with the adapter added to its weights; an lm_head that has one is no longer tied."""
+        """Writes the checkpoint with the adapter added to its weights; an lm_head may be untied for it."""
         write_checkpoint(self.case, folder)
-        if self.has_output:
+        if self.has_output or self.has_input:
             untied = {**self.case.config, "tie_word_embeddings": False}
             (folder / "config.json").write_text(json.dumps(untied), encoding="utf-8")
         own, merged = self.tensors(), tensors(self.case)
+        if self.has_input:
+            merged.setdefault("lm_head.weight", merged[f"{EMBEDDING}.weight"])
+        if self.tokens:
+            merged[f"{EMBEDDING}.weight"] = merged[f"{EMBEDDING}.weight"].copy()
+            merged[f"{EMBEDDING}.weight"][list(self.tokens)] = own[REPLACED_ROWS]
         for module in self.module_names():
-            a, b = (own[f"base_model.model.{module}.lora_{which}.weight"].astype(np.float64) for which in "AB")
+            a, b = (own[self._names(module)[which]].astype(np.float64) for which in "AB")
             delta = b @ a * (self.alpha / self.rank)
+            if module == EMBEDDING:
+                merged[f"{module}.weight"] = (merged[f"{module}.weight"] + delta.T).astype(np.float32)
+                continue
             name, prefix = f"{module}.weight", f"base_model.model.{module}"
             stored = self._stored(merged, module)
             weight = (stored.T if self.is_transposed else stored) + delta
