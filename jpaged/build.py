@@ -345,6 +345,7 @@ def _adapters(
         has_vectors=lora.enable_dora,
         has_output=lora.enable_lm_head_lora,
         has_input=lora.enable_embedding_lora,
+        has_experts=lora.enable_expert_lora,
         checkpoint=folder,
     )
     model_name = options.server.served_model_name or source.name

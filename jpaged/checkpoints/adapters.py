@@ -22,6 +22,13 @@ With room for the embedding (`enable_embedding_lora`) and the output matrix (`en
 Replaced rows are an adapter whose rank is their number: a one for each id, and the differences from the model's rows.
 So a copy is served if it differs from the model's matrix in at most `max_lora_rank` rows.
 
+With room for experts (`enable_expert_lora`), also target_parameters. A module with several parameters has nested names:
+
+    base_model.model.<experts>[.base_layer].lora_A.weight    [experts * rank, in]    expert after expert
+    base_model.model.<experts>[.base_layer].lora_B.weight    [out, rank * experts]    rank after rank
+
+The parameter follows from the sizes: those of gates and ups together, or of downs. Early releases of PEFT exchange in and out.
+
 The leaf's `pack` converts B like a weight with `rank` inputs. So reordered heads and fused projections get the same
 layout as the base matrix. Modules without an adapter get zeros. Modules that do not support adapters are refused, as
 are unsupported settings.
@@ -32,7 +39,6 @@ pattern counts that matches the end of a name, from a dot on: `(.*\.)?(pattern)$
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -42,14 +48,28 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.checkpoints.hub import expand_home, read_json, read_scheme
-from jpaged.checkpoints.names import Patterns, is_ignored, model_leaves
+from jpaged.checkpoints.names import is_ignored, model_leaves
 from jpaged.checkpoints.quantized.leaf import Dequantized
 from jpaged.checkpoints.tensor_files import TensorFiles, TensorSource, read_weight
 from jpaged.checkpoints.weights import open_tensors
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.lora import INPUT_PATH, AdaptedPlace, HostAdapter, adapted_places, is_of_experts
+from jpaged.models.lora import (
+    INPUT_PATH,
+    NOT_EXPERTS,
+    OUTER_MODULES,
+    OUTPUT_MODULES,
+    REMEDY,
+    WITHOUT_VECTORS,
+    AdaptedPlace,
+    HostAdapter,
+    LoraConfig,
+    adapted_places,
+    get_words,
+    is_of_experts,
+    parse_lora_config,
+)
 from jpaged.models.model import Model
 from jpaged.models.param_specs import Leaf, get_module
 from jpaged.models.registry import find_family
@@ -62,68 +82,15 @@ MAX_NAME_LEN = 200
 """Maximum characters of a tensor's name; PEFT's have up to about 110."""
 
 CONFIG_FILE = "adapter_config.json"
-# Origin and training of the adapter. The model determines the layout of the tensors.
-_WITHOUT_EFFECT = (
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("lora_dropout", "fan_in_fan_out", "layers_pattern"),
-    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core"),
-    *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
-)
-_WITHOUT_VECTORS = "without enable_dora: start the server with --enable-dora, or merge the adapter into the model"
-_REMEDY = "merge the adapter into the model, or train it without them"
-_MAX_RANK = 1 << 16
 MAX_CONFIG_BYTES = 1 << 20
 """Limit of adapter_config.json: a running server parses it, which holds Python's lock for about 10 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """Scaling of an adapter, and the modules that it was trained for, named as in the trained model.
-
-    Attributes:
-        ranks: ranks of matching modules; others have `rank`.
-        alphas: alphas of matching modules; others have `alpha`.
-        is_root: the scale is divided by the square root of the rank instead of the rank (rsLoRA).
-        is_dora: modules have magnitudes.
-        has_bias: B of each module has a bias.
-        targets: suffixes of module names, starting at a dot: all such modules were trained. Empty if unknown.
-        saved: last words of the names of modules of which the adapter has a trained copy.
-        tokens: ids of replaced rows, by the last word of a module's name; those of the embedding may be under "".
-    """
-
-    rank: int
-    alpha: float
-    ranks: Patterns[int]
-    alphas: Patterns[float]
-    is_root: bool
-    is_dora: bool
-    has_bias: bool
-    targets: tuple[str, ...]
-    saved: frozenset[str] = frozenset()
-    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def get_ids(self, word: str) -> tuple[int, ...]:
-        """Return the ids of the rows of the embedding or output matrix that the adapter replaces."""
-        return self.tokens.get(word, () if word in _OUTPUT_MODULES else self.tokens.get("", ()))
-
-    def get_rank(self, module: str) -> int:
-        """Return the rank of a module's adapter."""
-        return self.ranks.of(module, self.rank)
-
-    def get_scale(self, module: str, rank: int) -> float:
-        """Return the factor of the product of a module's two matrices of this rank."""
-        return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.is_root else rank)
-
-
-def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
-    """Read the config in an adapter's folder.
-
-    Args:
-        has_vectors: slots have room for DoRA and biases.
+def read_lora_config(folder: Path, *, has_vectors: bool = False, has_experts: bool = False) -> LoraConfig:
+    """Read the config in an adapter's folder; see `parse_lora_config`.
 
     Raises:
-        InvalidArgument: it is missing or malformed.
-        Unsupported: it needs an unsupported feature, which the message names.
+        InvalidArgument: it is missing.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -131,83 +98,10 @@ def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
             "lora", f"folder {folder} has no {CONFIG_FILE}; it must be in the layout that PEFT writes"
         )
     fields = JsonFields(read_json(path, MAX_CONFIG_BYTES), str(path))
-    fields.only("peft_type", "LORA", why="only LORA is supported")
-    extra = (True,) if has_vectors else ()
-    fields.only("use_dora", False, *extra, why=f"DoRA is not supported {_WITHOUT_VECTORS}")
-    fields.only("use_qalora", False, why="QALoRA is not supported")
-    biases = ("all", "lora_only") if has_vectors else ()
-    fields.only("bias", "none", *biases, why=f"biases are not supported {_WITHOUT_VECTORS}")
-    fields.only("lora_bias", False, *extra, why=f"biases are not supported {_WITHOUT_VECTORS}")
-    is_dora, has_bias = fields.flag("use_dora", False), fields.flag("lora_bias", False)
-    if is_dora and has_bias:
-        raise fields.bad("lora_bias", "is True; it must be False if use_dora is True, as PEFT requires")
-    why = "adapters of experts and other parameters are not supported: merge the adapter into the model"
-    fields.only("target_parameters", [], {}, why=why)
-    for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
-        fields.only(key, why="it is not supported")
-    why = (
-        "it changes the weights of the model itself: convert it to plain LoRA (PEFT: save_pretrained with "
-        "path_initial_model_for_weight_conversion), or merge the adapter into the model"
-    )
-    fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", "mica", why=why)
-    fields.ignore(_WITHOUT_EFFECT)
-    rank = fields.integer("r", maximum=_MAX_RANK)
-    alpha, is_root = fields.number("lora_alpha", is_signed=True), fields.flag("use_rslora", False)
-    patterns = {key: JsonFields(fields.mapping(key), f"{path} {key}") for key in ("rank_pattern", "alpha_pattern")}
-    ranks = {key: patterns["rank_pattern"].integer(key, maximum=_MAX_RANK) for key in fields.mapping("rank_pattern")}
-    alphas = {key: patterns["alpha_pattern"].number(key, is_signed=True) for key in fields.mapping("alpha_pattern")}
-    targets, saved, tokens = _targets(fields), _saved(fields), _tokens(fields)
-    fields.finish()
-    return LoraConfig(
-        rank,
-        alpha,
-        Patterns.checked(ranks, patterns["rank_pattern"].name),
-        Patterns.checked(alphas, patterns["alpha_pattern"].name),
-        is_root,
-        is_dora,
-        has_bias,
-        targets,
-        saved,
-        tokens,
-    )
-
-
-def _targets(fields: JsonFields) -> tuple[str, ...]:
-    """Return the listed targets; empty for a regular expression, or if exclusions restrict the list."""
-    is_list = isinstance(fields.value("target_modules"), list)
-    restrictions = [fields.value(key) for key in ("exclude_modules", "layers_to_transform")]
-    is_part = any(each not in (None, [], "") for each in restrictions)
-    return fields.names("target_modules") if is_list and not is_part else ()
-
-
-def _saved(fields: JsonFields) -> frozenset[str]:
-    """Return the last words of the modules of which the adapter has a copy; they must be those around the layers."""
-    names = fields.names("modules_to_save")
-    for name in names:
-        if _get_words(name)[-1] not in _OUTER_MODULES - {"wpe"}:
-            raise Unsupported(
-                f"{fields.name}: modules_to_save has {name!r}; copies are supported only of embed_tokens and lm_head: "
-                "train without them, or merge the adapter into the model"
-            )
-    return frozenset(_get_words(name)[-1] for name in names)
-
-
-def _tokens(fields: JsonFields) -> dict[str, tuple[int, ...]]:
-    key = "trainable_token_indices"
-    value = fields.value(key)
-    given = JsonFields(value if isinstance(value, Mapping) else {"": value}, f"{fields.name} {key}")
-    found = {}
-    for name in value if isinstance(value, Mapping) else ("",):
-        found[_get_words(name)[-1]] = ids = given.token_ids(name)
-        if len(set(ids)) < len(ids):
-            raise fields.bad(key, f"has an id twice: {', '.join(str(each) for each in ids[:_MAX_SHOWN])}, ...")
-        if name and found.keys() - _OUTER_MODULES:
-            raise Unsupported(f"{fields.name}: {key} has {name!r}; it must have only embed_tokens and lm_head")
-    return found
+    return parse_lora_config(fields, has_vectors=has_vectors, has_experts=has_experts)
 
 
 _MAX_SHOWN = 5
-_OUTER_MODULES = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})
 _NOT_OUTPUT = (
     "adapters of lm_head are not supported without enable_lm_head_lora: start the server with --enable-lm-head-lora, "
     "or merge the adapter into the model"
@@ -233,9 +127,9 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     has_experts = any(map(is_of_experts, every))
     known = {get_module(name) for leaf in every for name, _ in leaf.tensors}
     kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
-        (lambda module: has_experts and _is_of_experts(module), "adapters of experts and routers are not supported"),
-        (lambda module: _get_words(module)[-1] in _OUTPUT_MODULES, _NOT_OUTPUT),
-        (lambda module: _get_words(module)[-1] in _OUTER_MODULES, _NOT_INPUT),
+        (lambda module: has_experts and _is_of_experts(module), NOT_EXPERTS),
+        (lambda module: get_words(module)[-1] in OUTPUT_MODULES, _NOT_OUTPUT),
+        (lambda module: get_words(module)[-1] in OUTER_MODULES, _NOT_INPUT),
         (known.__contains__, "adapters are supported only for linear modules of layers"),
         (lambda module: is_ignored(f"{module}.weight", config), "the server does not load these modules of the model"),
     )
@@ -244,10 +138,6 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
         if found:
             raise Unsupported(f"{folder}: {_listed(found)}: {why}; train the adapter without them")
     raise InvalidArgument("lora", f"{folder}: {_listed(modules)}: no such module in {config.architecture}")
-
-
-def _get_words(module: str) -> list[str]:
-    return module.split(".")
 
 
 def _is_of_experts(module: str) -> bool:
@@ -279,7 +169,6 @@ _REPLACED_ROWS = re.compile(
 _SAVED_MODULE = re.compile(
     r"base_model\.model\.([\w.]+?\.)??(?P<word>\w+)(\.base_layer|\.modules_to_save(\.default)?)?\.weight"
 )
-_OUTPUT_MODULES = frozenset({"lm_head", "embed_out"})
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """Possible prefixes of a layer's name, depending on the class of the trained model."""
 
@@ -324,6 +213,7 @@ class AdapterReader:
         has_vectors: slots have room for DoRA and biases.
         has_output: the output matrix has slots.
         has_input: the embedding has slots.
+        has_experts: experts and routers have slots.
         checkpoint: of the model; None if its weights are random, which supports no DoRA and no trained biases.
     """
 
@@ -334,6 +224,7 @@ class AdapterReader:
     has_vectors: bool = False
     has_output: bool = False
     has_input: bool = False
+    has_experts: bool = False
     checkpoint: Path | None = None
 
     def __call__(self, path: str) -> HostAdapter:
@@ -348,7 +239,7 @@ class AdapterReader:
         folder = expand_home(path, "lora")
         if not folder.is_dir():
             raise NotFound(f"path: folder {path} does not exist")
-        config = read_lora_config(folder, has_vectors=self.has_vectors)
+        config = read_lora_config(folder, has_vectors=self.has_vectors, has_experts=self.has_experts)
         if not (folder / WEIGHTS_FILE).is_file():
             pickles = sorted(folder.glob("*.bin"))
             if pickles:
@@ -364,22 +255,24 @@ class AdapterReader:
         places = self._places(1)
         copies = _OuterCopies.find(files, config, folder)
         tensors = self._tensors(files, frozenset(files.names - copies.names), folder)
+        experts = self._experts(files, config, tensors, folder) if self.has_experts else {}
         known = {get_module(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
         refuse_others(sorted(tensors.keys() - known), self.model.config, folder)
         trained = [each.trained for each in tensors.values() if each.has_matrices]
         _refuse_incomplete(config.targets, known, trained, folder)
         pairs = {module: self._pair(module, each, config, folder) for module, each in tensors.items()}
         wide = self._places(self.num_parts)
-        for leaf in (leaf for place in places if place.is_input for leaf in place.leaves):
-            module = get_module(leaf.tensors[0][0])
+        without = (leaf for place in places if not place.vector_shapes() for leaf in place.leaves)
+        for module in (get_module(name) for leaf in without for name, _ in leaf.tensors):
             if module in pairs and pairs[module].vectors:
-                raise Unsupported(f"{folder}: {module}: DoRA of embeddings is not supported: {_REMEDY}")
+                problem = "DoRA and biases of embeddings, experts and routers are not supported"
+                raise Unsupported(f"{folder}: {module}: {problem}: {REMEDY}")
         with ExitStack() as opened:
             base = None
             if copies.names or config.saved or any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
                 base = opened.enter_context(_open_base(self.checkpoint, self.model.config, folder))
             replaced = {} if base is None else copies.read(base, self, pairs)
-            source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype, base, replaced)
+            source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype, base, replaced, experts)
             matrices = {each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)}
             vectors = {}
             if self.has_vectors:
@@ -388,8 +281,8 @@ class AdapterReader:
 
     def _places(self, num_parts: int) -> list[AdaptedPlace]:
         config = pad_for_sharding(self.model.config, num_parts)
-        has_output, has_input = self.has_output, self.has_input
-        return list(adapted_places(config, self.layer_mode, has_output=has_output, has_input=has_input))
+        has = {"has_output": self.has_output, "has_input": self.has_input, "has_experts": self.has_experts}
+        return list(adapted_places(config, self.layer_mode, **has))
 
     def _tensors(self, files: TensorFiles, stored: Set[str], folder: Path) -> dict[str, _Tensors]:
         """Return the tensors of each module, by its name in the model's checkpoints."""
@@ -400,11 +293,11 @@ class AdapterReader:
             parts = _NAME.fullmatch(name)
             vector = _VECTOR.fullmatch(name)
             if parts is None and vector is not None and not self.has_vectors:
-                raise Unsupported(f"{folder}: tensor {name}: DoRA and biases are not supported {_WITHOUT_VECTORS}")
+                raise Unsupported(f"{folder}: tensor {name}: DoRA and biases are not supported {WITHOUT_VECTORS}")
             parts = parts or vector
             if parts is None and _OF_EMBEDDING.search(name):
                 raise Unsupported(
-                    f"{folder}: tensor {name}: this form of embeddings and lm_head is not supported: {_REMEDY}"
+                    f"{folder}: tensor {name}: this form of embeddings and lm_head is not supported: {REMEDY}"
                 )
             if parts is None:
                 raise Unsupported(
@@ -433,6 +326,34 @@ class AdapterReader:
             raise InvalidArgument("lora", f"{folder}: {WEIGHTS_FILE} has no tensors: save the adapter again")
         return found
 
+    def _experts(
+        self, files: TensorFiles, config: LoraConfig, tensors: dict[str, _Tensors], folder: Path
+    ) -> dict[str, _ExpertPair]:
+        """Take the tensors of experts from all tensors; return them by the layer's name and the name of a matrix.
+
+        Those of routers get the names that routers have in checkpoints.
+        """
+        found = dict[str, _ExpertPair]()
+        for leaves in (place.leaves for place in self._places(1) if is_of_experts(place.leaves[0])):
+            for leaf in leaves:
+                layer, own = _get_layer(leaf.tensors[0][0]), leaf.path[-2]
+                for module in [module for module in tensors if _get_layer(module) == layer]:
+                    words = get_words(module.replace(".base_layer", ""))
+                    if own == "router" and words[-1] in _ROUTERS:
+                        tensors[get_module(leaf.tensors[0][0])] = tensors.pop(module)
+                    elif own != "router" and words[-1] == "experts":
+                        pair = self._pair(module, tensors[module], config, folder)
+                        if (each := _ExpertPair.find(files, pair, leaf, config)) is None:
+                            continue
+                        if found.setdefault(f"{layer}{own}", each) != each:
+                            raise InvalidArgument("lora", f"{folder}: {module}: two adapters of experts' {own}")
+        for module in [module for module in tensors if get_words(module.replace(".base_layer", ""))[-1] == "experts"]:
+            pair = self._pair(module, tensors.pop(module), config, folder)
+            if not any(each.pair == pair for each in found.values()):
+                problem = f"{module} has A of {list(files.shape(pair.a))} and B of {list(files.shape(pair.b))}"
+                raise InvalidArgument("lora", f"{folder}: {problem}, which are of no matrix of the model's experts")
+        return found
+
     def _pair(self, module: str, tensors: _Tensors, config: LoraConfig, folder: Path) -> _Pair:
         vectors = {kind: name for kind, name in tensors.names.items() if kind not in ("A", "B")}
         if not tensors.has_matrices:
@@ -458,7 +379,7 @@ class AdapterReader:
         """Return the matrices of a place of the published model, in the layout of the padded model."""
         each_a, each_b = [], list[tuple[np.ndarray, ...]]()
         for leaf in place.leaves:
-            a, b = source.read(leaf)
+            a, b = source.read_experts(leaf) if place.num_experts else source.read(leaf)
             each_a.append(np.pad(a, ((0, 0), (0, wide.leaves[0].shape[0] - a.shape[1]))) if place.is_input else a)
             each_b.append(wide.split(self._padded(b, leaf)))
         if not place.is_stacked:
@@ -468,7 +389,7 @@ class AdapterReader:
     def _vectors(self, place: AdaptedPlace, wide: AdaptedPlace, source: _AdapterTensors) -> tuple[np.ndarray, ...]:
         """Return the vectors of a place, in the layout of the padded model."""
         found = []
-        if place.is_input:
+        if not wide.vector_shapes():
             return ()
         for leaf in place.leaves:
             found.append(wide.split(self._padded(source.read_vectors(leaf), leaf)))
@@ -482,6 +403,41 @@ class AdapterReader:
         if split.name == "vocab":
             return np.pad(rows, ((0, 0), (0, split.wide_size - rows.shape[1])))
         return split.padded(rows, 0, split.wide_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertPair:
+    """The tensors A and B of all experts of a layer.
+
+    Attributes:
+        is_exchanged: A is that of the outputs, and B that of the inputs.
+    """
+
+    pair: _Pair
+    is_exchanged: bool
+
+    @classmethod
+    def find(cls, files: TensorFiles, pair: _Pair, leaf: Leaf, config: LoraConfig) -> _ExpertPair | None:
+        """Return the pair if it has the sizes of a leaf, or of gates and ups together; otherwise None.
+
+        If both sizes are equal, the release of PEFT decides, except for parameters `[experts, in, out]` of gpt-oss.
+        """
+        num_experts, inputs, outputs = leaf.shape
+        of_a, of_b = (files.shape(name) for name in (pair.a, pair.b))
+        if len(of_a) != 2 or len(of_b) != 2 or of_a[0] != num_experts * pair.rank or of_b[1] != of_a[0]:
+            return None
+        sizes, own = (of_a[1], of_b[0]), (inputs, outputs * (1 if leaf.path[-2] == "down" else 2))
+        is_square = own[0] == own[1] and leaf.tensor_axes[:2] != (0, 1) and config.is_early
+        return cls(pair, sizes != own or is_square) if sizes in (own, own[::-1]) else None
+
+
+_LAYER_NUMBER = re.compile(r".*?\.(\d+)\.")
+
+
+def _get_layer(name: str) -> str:
+    """Return the beginning of a name with the number of a layer."""
+    found = _LAYER_NUMBER.match(name)
+    return "" if found is None else found[0]
 
 
 _MAX_CHUNK = 1 << 24
@@ -521,7 +477,7 @@ class _BaseTensors:
         """
         model, (own, shape) = reader.model, self._get_outer(word, reader.model.config)
         what = f"{self.folder}: tensor {name} replaces {word} of the model"
-        remedy = f"which is not supported: {_REMEDY}"
+        remedy = f"which is not supported: {REMEDY}"
         if files.shape(name) != shape:
             raise Unsupported(f"{what}, whose shape is {list(shape)} instead of {list(files.shape(name))}, {remedy}")
         step = shape[0] if self.is_quantized else max(1, _MAX_CHUNK // shape[1])
@@ -566,7 +522,7 @@ class _BaseTensors:
 
     def _get_outer(self, word: str, config: ModelConfig) -> tuple[str, tuple[int, int]]:
         """Return the name and the shape of the model's embedding or output matrix."""
-        is_output = word in _OUTPUT_MODULES and not config.tie_word_embeddings
+        is_output = word in OUTPUT_MODULES and not config.tie_word_embeddings
         path = ("lm_head" if is_output else "embed", "embedding")
         leaf = next(leaf for leaf in model_leaves(config).outer if leaf.path == path)
         ((own, (size, width)),) = leaf.tensors
@@ -639,7 +595,7 @@ class _OuterCopies:
         model, found = reader.model.config, dict[str, _ReplacedRows]()
         ((embedding, _),) = model_leaves(model).outer[0].tensors
         modules = get_module(embedding), get_module(find_family(model.architecture).lm_head)
-        missing = {_get_words(module)[-1] for module in modules} & self.config.saved - set(self.copies.values())
+        missing = {get_words(module)[-1] for module in modules} & self.config.saved - set(self.copies.values())
         if missing:
             problem = (
                 f"modules_to_save has {min(missing)!r}, but {WEIGHTS_FILE} has no copy of it: save the adapter again"
@@ -655,7 +611,7 @@ class _OuterCopies:
                 continue
             if not np.isfinite(changes.differences.astype(reader.model.dtype)).all():
                 raise InvalidArgument("lora", f"{self.folder}: tensor {name} has non-finite numbers")
-            is_output = word in _OUTPUT_MODULES
+            is_output = word in OUTPUT_MODULES
             found[modules[is_output]] = changes
             if is_tied and not is_output and model.tie_word_embeddings:
                 found.setdefault(modules[1], changes)
@@ -666,7 +622,7 @@ class _OuterCopies:
         return found
 
 
-_TIED = _OUTER_MODULES - {"wpe"}
+_TIED = OUTER_MODULES - {"wpe"}
 _NO_SLOTS = _NOT_INPUT, _NOT_OUTPUT
 
 
@@ -707,6 +663,7 @@ class _AdapterTensors:
     dtype: np.dtype
     base: _BaseTensors | None = None
     replaced: Mapping[str, _ReplacedRows] = field(default_factory=dict)
+    experts: Mapping[str, _ExpertPair] = field(default_factory=dict)
     gains: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
@@ -731,6 +688,38 @@ class _AdapterTensors:
             outputs.append(rows if in_axis == 1 else rows.T)
         leaf.pack(outputs, b)
         return a, b
+
+    def read_experts(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
+        """Return A `[experts * rank, in]` and B `[experts * rank, out]` of a published leaf of all experts."""
+        num_experts, inputs, outputs = leaf.shape
+        a = np.zeros((num_experts, self.max_rank, inputs), self.dtype)
+        b = np.zeros((num_experts, self.max_rank, outputs), self.dtype)
+        own = self.experts.get(f"{_get_layer(leaf.tensors[0][0])}{leaf.path[-2]}")
+        if own is not None:
+            self._put_experts(own, leaf, a, b)
+        for expert, (name, _) in enumerate(leaf.tensors):
+            pair = self.pairs.get(get_module(name))
+            if pair is not None and pair.rank:
+                a[expert, : pair.rank] = self._finite(pair.a, (pair.rank, inputs))
+                b[expert, : pair.rank] = self._finite(pair.b, (outputs, pair.rank), pair.scale).T
+        return a.reshape(-1, inputs), b.reshape(-1, outputs)
+
+    def _put_experts(self, own: _ExpertPair, leaf: Leaf, a: np.ndarray, b: np.ndarray) -> None:
+        """Write the tensors of all experts to A and B, `[experts, rank, ...]`."""
+        (num_experts, *_), rank, part = leaf.shape, own.pair.rank, leaf.path[-2]
+        scales = (own.pair.scale, 1.0) if own.is_exchanged else (1.0, own.pair.scale)
+        first, second = (
+            self._finite(name, self.files.shape(name), scale)
+            for name, scale in zip((own.pair.a, own.pair.b), scales, strict=True)
+        )
+        first = first.reshape(num_experts, rank, -1)
+        second = second.reshape(len(second), rank, num_experts).transpose(2, 1, 0)
+        into, out = (second, first) if own.is_exchanged else (first, second)
+        if part != "down" and out.shape[2] != leaf.shape[2]:
+            is_up = part == "up"
+            alternates = leaf.tensor_axes == (0, 1, 2) and leaf.tensors[0][1] != leaf.shape
+            out = out[..., is_up::2] if alternates else np.split(out, 2, axis=2)[is_up]
+        a[:, :rank], b[:, :rank] = into, out
 
     @staticmethod
     def _put_rows(changes: _ReplacedRows, leaf: Leaf, a: np.ndarray, rows: np.ndarray) -> None:

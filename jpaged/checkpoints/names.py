@@ -1,20 +1,12 @@
-r"""Names of the tensors in a model's checkpoint, their sizes, and patterns of names.
-
-Patterns are regular expressions from files. Python's engine tries every way in which a name may match while it holds
-the interpreter lock: `(a+)+b` would stop the server. So the number of ways is bounded before matching. A repeat counts
-as 32 ways, because repeats share the letters of a name, an optional part as 2, and alternatives as their number. A
-repeated group multiplies ways beyond that, and is refused.
-"""
+"""Names of the tensors in a model's checkpoint, and their sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -27,7 +19,6 @@ from jpaged.models.param_specs import SPLIT_AXES, Leaf, contracted_axis, leaf_fo
 from jpaged.models.registry import find_family
 
 _SCALE_BYTES = 4
-NumberT = TypeVar("NumberT", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,79 +148,3 @@ def check_tie(files: TensorSource, config: ModelConfig) -> None:
             str(files.where(lm_head)),
             f"{lm_head} differs from {name}, but config.json sets tie_word_embeddings; set that to false",
         )
-
-
-_WAYS_OF_REPEAT = 32
-_MAX_WAYS = 1 << 24
-"""Limit of the ways, at which the longest name takes 0.1 s.
-
-Measured with `.*.*.*x`, and with `.?` 18 times, which has 2^24 ways with the prefix that PEFT adds.
-"""
-
-_MAX_PATTERN_CHARS = 200
-_LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_OTHER_GROUP = re.compile(r"\(\?[^:=!<P]")
-_CHOICE = re.compile(r"\((?:\?[:=!<P])?|\)|\||(?:[*+?]|\{[\d,]*\})[?+]?")
-
-
-@dataclass(frozen=True, slots=True)
-class Patterns(Generic[NumberT]):
-    """Compiled regular expressions of module names, each with a number."""
-
-    compiled: tuple[tuple[re.Pattern[str], NumberT], ...]
-
-    @classmethod
-    def checked(cls, numbers: Mapping[str, NumberT], field: str) -> Patterns[NumberT]:
-        """Compile the patterns of a field.
-
-        Raises:
-            InvalidArgument: a pattern is no regular expression, or they may try a name in too many ways; it is named.
-        """
-        compiled, num_ways = [], 0
-        for pattern, number in numbers.items():
-            expression = rf"(.*\.)?({pattern})$"
-            shown = f"{pattern!r:.{_MAX_PATTERN_CHARS}}"
-            try:
-                compiled.append((re.compile(expression), number))
-            except (re.error, OverflowError, RecursionError) as error:
-                problem = f"{shown} is not a regular expression in PEFT's form, (.*\\.)?(...)$: {error}"
-                raise InvalidArgument(field, problem) from error
-            plain = _LETTER.sub("x", expression)
-            for kind, what in ((_REPEATED_GROUP, "repeats a group"), (_OTHER_GROUP, "has a special group")):
-                if kind.search(plain):
-                    raise InvalidArgument(
-                        field, f"{shown} {what}, which may take unlimited time: rewrite it without that"
-                    )
-            num_ways += _num_ways(plain)
-            if num_ways > _MAX_WAYS:
-                raise InvalidArgument(
-                    field,
-                    f"{shown} and those before it may match a name in at least {num_ways} ways; the limit is "
-                    f"{_MAX_WAYS}: use fewer repeats, optional parts and alternatives",
-                )
-        return cls(tuple(compiled))
-
-    def of(self, module: str, default: NumberT) -> NumberT:
-        """Return the number of the first pattern that a module's name matches, or the default."""
-        return next((number for pattern, number in self.compiled if pattern.match(module)), default)
-
-
-def _num_ways(expression: str) -> int:
-    """Return a bound of the ways to match a name, for an expression without escapes, classes or repeated groups.
-
-    Above the limit, it is that of a beginning of the expression.
-    """
-    num_ways, alternatives = 1, [1]
-    for choice in _CHOICE.findall(expression):
-        if choice.startswith("("):
-            alternatives.append(1)
-        elif choice == ")":
-            num_ways *= alternatives.pop()
-        elif choice == "|":
-            alternatives[-1] += 1
-        else:
-            num_ways *= 2 if choice.startswith("?") else _WAYS_OF_REPEAT
-        if num_ways > _MAX_WAYS:
-            return num_ways
-    return num_ways * alternatives.pop()

@@ -42,6 +42,7 @@ class AdapterRoom:
         has_vectors: slots have vectors for DoRA and biases.
         has_output: the output matrix has slots. Hidden states then carry their row's slot in one more column.
         has_input: the embedding of ids has slots.
+        has_experts: experts and routers have slots.
     """
 
     num_slots: int
@@ -49,6 +50,7 @@ class AdapterRoom:
     has_vectors: bool = False
     has_output: bool = False
     has_input: bool = False
+    has_experts: bool = False
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
         """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
@@ -103,7 +105,8 @@ class AdapterRoom:
         return params
 
     def _places(self, model: Model, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
-        return adapted_places(model.config, layer_mode, has_output=self.has_output, has_input=self.has_input)
+        has = {"has_output": self.has_output, "has_input": self.has_input, "has_experts": self.has_experts}
+        return adapted_places(model.config, layer_mode, **has)
 
     def add_slots(self, hidden_te: jax.Array, slots_t: jax.Array) -> jax.Array:
         """Return hidden states followed by their slots, `[T, E + 1]`; unchanged without slots of the output matrix.

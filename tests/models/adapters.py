@@ -13,7 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jpaged.models.hf_config import from_hf
-from jpaged.models.lora import adapted_places
+from jpaged.models.lora import adapted_places, is_of_experts
+from jpaged.models.param_specs import Leaf
 from tests.models.tiny import TinyCase, tensors, write_checkpoint
 
 EMBEDDING = "model.embed_tokens"
@@ -150,5 +151,78 @@ class TinyAdapter:
                 bias = (0 if bias is None else bias) + added * np.float32(self.alpha / self.rank)
             if bias is not None:
                 merged[f"{module}.bias"] = bias
+        save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAdapter:
+    """An adapter of the experts of a tiny checkpoint and of their routers, as PEFT writes `target_parameters`.
+
+    Attributes:
+        is_early: as releases before 0.19 write it: experts are taken for `[experts, in, out]`, as those of gpt-oss are.
+    """
+
+    case: TinyCase
+    name: str
+    rank: int = 3
+    alpha: float = 6.0
+    is_early: bool = False
+
+    def config(self) -> dict[str, object]:
+        """As PEFT writes it."""
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+        plain = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": []}
+        return plain | {"target_parameters": parameters, "peft_version": "0.18.1" if self.is_early else "0.19.0"}
+
+    def _leaves(self) -> list[Leaf]:
+        """The matrices of gates, of downs and of the routers."""
+        places = adapted_places(from_hf(self.case.config), "loop", has_experts=True)
+        leaves = [leaf for place in places for leaf in place.leaves if is_of_experts(leaf)]
+        return [leaf for leaf in leaves if leaf.path[-2] in ("gate", "down", "router")]
+
+    def _pair(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
+        """A `[experts, rank, in]` and B `[experts, out, rank]`; gates and ups are joined."""
+        *num_experts, inputs, outputs = leaf.shape
+        rng = np.random.default_rng(zlib.crc32(f"{self.name}/{leaf.tensors[0][0]}".encode()))
+        experts, outputs = (num_experts or [1])[0], outputs * (2 if leaf.path[-2] == "gate" else 1)
+        a = rng.normal(0, 0.3, (experts, self.rank, inputs)).astype(np.float32)
+        return a, rng.normal(0, 0.15, (experts, outputs, self.rank)).astype(np.float32)
+
+    def write(self, folder: Path) -> str:
+        """Writes the folder; its path."""
+        found = {}
+        for leaf in self._leaves():
+            a, b = self._pair(leaf)
+            if self.is_early and leaf.path[-2] != "router":
+                a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
+            layer = re.match(r".*?\.\d+\.", leaf.tensors[0][0])
+            assert layer is not None
+            end = {"gate": "experts.base_layer", "down": "experts", "router": "gate"}[leaf.path[-2]]
+            name = f"base_model.model.{layer[0]}mlp.{end}"
+            found[f"{name}.lora_A.weight"] = a.reshape(-1, a.shape[2])
+            found[f"{name}.lora_B.weight"] = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(self.config()), encoding="utf-8")
+        tensors = {name: np.ascontiguousarray(tensor) for name, tensor in found.items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def write_merged(self, folder: Path) -> Path:
+        """Writes the checkpoint with the adapter added to its weights."""
+        write_checkpoint(self.case, folder)
+        merged = tensors(self.case)
+        for leaf in self._leaves():
+            a, b = self._pair(leaf)
+            delta = b @ a * np.float32(self.alpha / self.rank)
+            names = [name for name, _ in leaf.tensors]
+            if len(names) < len(delta):  # gpt-oss: one tensor, [experts, in, out]
+                merged[names[0]] = merged[names[0]] + delta.swapaxes(1, 2)
+                continue
+            parts = np.split(delta, 2, axis=1) if leaf.path[-2] == "gate" else [delta]
+            ups = [name.replace("gate_proj", "up_proj").replace(".w1.", ".w3.") for name in names]
+            for of_each, part in zip((names, ups), parts, strict=False):
+                for name, one in zip(of_each, part, strict=True):
+                    merged[name] = merged[name] + one
         save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

@@ -457,7 +457,7 @@ def _lfm2(fields: JsonFields, file: GgufFile, config: Config) -> Config:
 
 
 def _gpt_oss(fields: JsonFields, file: GgufFile, config: Config) -> Config:
-    # Files do not tell that the corners of YaRN are not rounded, nor the windows of every second layer.
+    # Files do not have that the corners of YaRN are not rounded, nor which layers have windows: every second.
     fields.only("expert_gating_func", 3, why="experts of gpt-oss are weighted by a softmax of the chosen")
     rope = config["rope_parameters"]
     return {

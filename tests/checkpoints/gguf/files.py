@@ -308,6 +308,9 @@ def _without_pairs(model: Tensors) -> tuple[Tensors, dict[str, tuple[np.ndarray,
     others, found = dict[str, np.ndarray](), dict[str, tuple[np.ndarray, Undo]]()
     kept: dict[str, dict[int, np.ndarray]] = {}
 
+    def undo_swap(name: str) -> Undo:
+        return lambda stored: {name: stored.swapaxes(stored.ndim > 1, -1)}
+
     def undo_half(name: str, half: int) -> Undo:
         def undo(stored: np.ndarray) -> Tensors:
             halves = kept.setdefault(name, {})
@@ -324,10 +327,9 @@ def _without_pairs(model: Tensors) -> tuple[Tensors, dict[str, tuple[np.ndarray,
             continue
         end, turned = ("bias" if part[4] else "weight"), np.ascontiguousarray(tensor.swapaxes(tensor.ndim > 1, -1))
         if part[3] is None:
-            found[f"blk.{part[1]}.attn_sinks.weight"] = tensor, lambda stored, name=name: {name: stored}
+            found[f"blk.{part[1]}.attn_sinks.weight"] = tensor, undo_swap(name)
         elif part[3] == "down":
-            undo_down: Undo = lambda stored, name=name: {name: stored.swapaxes(1, -1)}  # noqa: E731
-            found[f"blk.{part[1]}.ffn_down_exps.{end}"] = turned, undo_down
+            found[f"blk.{part[1]}.ffn_down_exps.{end}"] = turned, undo_swap(name)
         else:
             for half, kind in enumerate(("gate", "up")):
                 own = np.ascontiguousarray(turned[:, half::2])
