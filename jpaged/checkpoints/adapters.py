@@ -27,7 +27,8 @@ With room for experts (`enable_expert_lora`), also target_parameters. A module w
     base_model.model.<experts>[.base_layer].lora_A.weight    [experts * rank, in]    expert after expert
     base_model.model.<experts>[.base_layer].lora_B.weight    [out, rank * experts]    rank after rank
 
-The parameter follows from the sizes: those of gates and ups together, or of downs. Early releases of PEFT exchange in and out.
+The parameter follows from the sizes: those of gates and ups together, or of downs. Early releases of PEFT exchange in
+and out.
 
 The leaf's `pack` converts B like a weight with `rank` inputs. So reordered heads and fused projections get the same
 layout as the base matrix. Modules without an adapter get zeros. Modules that do not support adapters are refused, as

@@ -93,7 +93,7 @@ class Naming:
         rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
         offset: of norms.
         transposed: tensors that are stored transposed.
-        complete: complete names of other tensors of a layer, by those in the file; matrices have all experts.
+        own_names: complete names of other tensors of a layer, by those in the file; matrices have all experts.
         partners: tensors among these whose rows alternate with those of another one.
     """
 
@@ -103,7 +103,7 @@ class Naming:
     rows: Mapping[str, str] | None = None
     offset: float = 0.0
     transposed: tuple[str, ...] = ()
-    complete: Mapping[str, str] = field(default_factory=dict)
+    own_names: Mapping[str, str] = field(default_factory=dict)
     partners: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -239,7 +239,7 @@ NAMINGS: Mapping[str, Naming] = {
     "gpt-oss": Naming(
         _OUTER_NAMES,
         _GPT_OSS,
-        complete={
+        own_names={
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
             "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
@@ -275,7 +275,7 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
         offset = naming.offset if outer[1].endswith("_norm") and outer[2] == "weight" else 0.0
         yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
         return
-    if layer is not None and (own := naming.complete.get(f"{layer[2]}.{layer[3]}")) is not None:
+    if layer is not None and (own := naming.own_names.get(f"{layer[2]}.{layer[3]}")) is not None:
         partner = naming.partners.get(layer[2], "")
         partner = partner and f"blk.{layer[1]}.{partner}.{layer[3]}"
         has_all = len(tensor.shape) == 3
