@@ -148,11 +148,11 @@ def split_json_flags(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
         if keys[-1] in target:
             raise InvalidArgument(name, "is given twice")
         target[keys[-1]] = _json_or_text(value)
-    for flag, keys in given.items():
+    for flag, single in given.items():
         whole = _take_object(flag, rest)
-        if both := sorted(whole.keys() & keys.keys()):
+        if both := sorted(whole.keys() & single.keys()):
             raise InvalidArgument(f"{flag}.{both[0]}", f"is given twice: also in the JSON object of {flag}")
-        given[flag] = whole | keys
+        given[flag] = whole | single
     return rest, given
 
 
