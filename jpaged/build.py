@@ -344,6 +344,8 @@ def _adapters(
         lora.max_lora_rank,
         has_vectors=lora.enable_dora,
         has_output=lora.enable_lm_head_lora,
+        has_input=lora.enable_embedding_lora,
+        has_experts=lora.enable_expert_lora,
         checkpoint=folder,
     )
     model_name = options.server.served_model_name or source.name

@@ -82,7 +82,6 @@ from jpaged.sampling_params import (
 )
 from jpaged.service.loaded_model import Admission, SubmittedCall
 from jpaged.service.score_embed import (
-    EMBED_SAMPLING,
     SCORE_SAMPLING,
     EmbedKwargs,
     ScoreKwargs,
@@ -668,19 +667,15 @@ class AsyncLLM(AsynchronousModel):
             Unavailable: also if the request was aborted.
         """
         parsed, params = parse_prompt(prompt), get_pooling(pooling_params, None, tokenization_kwargs)
-        given = change_prompt(parsed.prompt, tokenization_kwargs)
-        changes = get_sampling_changes(None, parsed.cache_salt, priority)
-        kept = params.truncate_prompt_tokens
-        kind = RequestOutputKind.FINAL_ONLY
-        sampling = change_sampling(EMBED_SAMPLING, {"truncate_prompt_tokens": kept, "output_kind": kind, **changes})
-        options, pooler = VectorOptions.of_encode(params, params.task), self._serving.pooler
-        options.check(pooler, self._serving.hidden_size)
-        pooled = options.prompted(pooler, given)
-        async with contextlib.aclosing(self._stream(sampling, pooled, request_id, lora_request)) as stream:
+        changes, options = get_sampling_changes(None, parsed.cache_salt, priority), VectorOptions.of_encode(params)
+        given, sampling = options.prepare(
+            self._serving.pooler, self._serving.hidden_size, change_prompt(parsed.prompt, tokenization_kwargs), changes
+        )
+        async with contextlib.aclosing(self._stream(sampling, given, request_id, lora_request)) as stream:
             async for output in stream:
                 if output.embedding is None:
                     raise Unavailable(f"request {request_id!r} was aborted")
-                yield get_pooling_output(output, options, pooler)
+                yield get_pooling_output(output, options, self._serving.pooler)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests by id; their last output has the finish reason "abort". Unknown ids have no effect."""
@@ -804,6 +799,7 @@ class LLMEngine(SynchronousModel):
         super().__init__(model, progress=progress, **options)
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._streams: dict[str, RequestOutputStream] = {}
+        self._pooling: dict[str, VectorOptions] = {}
         self._errors: dict[str, Exception] = {}
         self._dropped = set[str]()
 
@@ -811,29 +807,40 @@ class LLMEngine(SynchronousModel):
         self,
         request_id: str,
         prompt: GivenPrompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
         priority: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> str:
-        """Queue a request for the next steps; return its id. Arguments and errors are those of `AsyncLLM.generate`."""
+        """Queue a request for the next steps; return its id.
+
+        Arguments and errors are those of `AsyncLLM.generate`, or with `PoolingParams` of `AsyncLLM.encode`.
+        """
         _require_id(request_id)
         if request_id in self._streams:
             raise AlreadyExists(f"a request with the id {request_id!r} is running")
-        parsed = parse_prompt(prompt)
-        (given,) = self._params([change_prompt(parsed.prompt, tokenization_kwargs)], params)
-        changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
-        sampling = change_sampling(given.sampling, changes)
+        parsed, options = parse_prompt(prompt), None
+        given = change_prompt(parsed.prompt, tokenization_kwargs)
+        if isinstance(params, PoolingParams):
+            changes = get_sampling_changes(None, parsed.cache_salt, priority)
+            options = VectorOptions.of_encode(get_pooling(params, None, tokenization_kwargs))
+            given, sampling = options.prepare(self._serving.pooler, self._serving.hidden_size, given, changes)
+        else:
+            changes = get_sampling_changes(tokenization_kwargs, parsed.cache_salt, priority)
+            ((given, sampling),) = self._params([given], params)
+            sampling = change_sampling(sampling, changes)
         kind = sampling.output_kind
         is_whole = kind is RequestOutputKind.FINAL_ONLY
-        request, *_ = self._start_request(sampling, given.prompt, lora_request, request_id, is_whole=is_whole)()
+        request, *_ = self._start_request(sampling, given, lora_request, request_id, is_whole=is_whole)()
+        if options is not None:
+            self._pooling[request_id] = options
         self._streams[request_id] = RequestOutputStream(request, self._decode_token, kind, lora_request)
         self._waiting[request_id] = request
         return request_id
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Run one iteration of the engine; return the outputs of requests that have new tokens or finished.
 
         A failed request has an output with an `error` and no `outputs`.
@@ -850,13 +857,15 @@ class LLMEngine(SynchronousModel):
                 self._add(OutputEvent(name, is_last=True, error=error))
         engine.step()
         self._dropped.clear()
-        outputs = [one for stream in self._streams.values() if (one := stream.take()) is not None]
-        for place, output in enumerate(outputs):
-            if output.finished:
-                del self._streams[output.request_id]
-                if (failure := self._errors.pop(output.request_id, None)) is not None:
-                    outputs[place] = dataclasses.replace(output, outputs=(), error=failure)
-        return outputs
+        taken = [one for stream in self._streams.values() if (one := stream.take()) is not None]
+        return [self._end(output) if output.finished else output for output in taken]
+
+    def _end(self, output: RequestOutput) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+        del self._streams[output.request_id]
+        options = self._pooling.pop(output.request_id, None)
+        if (failure := self._errors.pop(output.request_id, None)) is not None:
+            return dataclasses.replace(output, outputs=(), error=failure)
+        return output if options is None else get_pooling_output(output, options, self._serving.pooler)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests by id, without a further output. Unknown ids have no effect."""
@@ -864,6 +873,7 @@ class LLMEngine(SynchronousModel):
             if self._streams.pop(one, None) is not None and self._waiting.pop(one, None) is None:
                 self._serving.engine.drop(one)
                 self._dropped.add(one)
+            self._pooling.pop(one, None)
 
     def has_unfinished_requests(self) -> bool:
         """Return True if a request is queued or running."""

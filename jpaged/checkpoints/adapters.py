@@ -12,28 +12,39 @@ With room for vectors (`enable_dora`), also DoRA and biases:
 The result is g (W x + s B A x) + s c + b', with g = m / |W + s B A|, the norm of each output's row. So B is stored
 times s g, and the vectors are g - 1 and s c + b' - b. W and b are read from the model's checkpoint.
 
+With room for the embedding (`enable_embedding_lora`) and the output matrix (`enable_lm_head_lora`), also:
+
+    base_model.model.<module>.lora_embedding_A    [rank, vocabulary]
+    base_model.model.<module>.lora_embedding_B    [width, rank]
+    base_model.model.<module>.token_adapter.trainable_tokens_delta    [ids, width]    rows: trainable_token_indices
+    base_model.model.<module>.weight    [vocabulary, width]    a copy of the matrix: modules_to_save
+
+Replaced rows are an adapter whose rank is their number: a one for each id, and the differences from the model's rows.
+So a copy is served if it differs from the model's matrix in at most `max_lora_rank` rows.
+
+With room for experts (`enable_expert_lora`), also target_parameters. A module with several parameters has nested names:
+
+    base_model.model.<experts>[.base_layer].lora_A.weight    [experts * rank, in]    expert after expert
+    base_model.model.<experts>[.base_layer].lora_B.weight    [out, rank * experts]    rank after rank
+
+The parameter follows from the sizes: those of gates and ups together, or of downs. Early releases of PEFT exchange in
+and out.
+
 The leaf's `pack` converts B like a weight with `rank` inputs. So reordered heads and fused projections get the same
 layout as the base matrix. Modules without an adapter get zeros. Modules that do not support adapters are refused, as
 are unsupported settings.
 
 `rank_pattern` and `alpha_pattern` are regular expressions of module names, each with a number. As in PEFT, the first
 pattern counts that matches the end of a name, from a dot on: `(.*\.)?(pattern)$`.
-
-Python's engine tries every way in which a name may match while it holds the interpreter lock: `(a+)+b` would stop the
-server. So the number of ways is bounded before matching. A repeat counts as 32 ways, because repeats share the letters
-of a name, an optional part as 2, and alternatives as their number. A repeated group multiplies ways beyond that, and is
-refused.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -45,149 +56,42 @@ from jpaged.checkpoints.weights import open_tensors
 from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.models.config import ModelConfig
 from jpaged.models.json_fields import JsonFields
-from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, is_of_experts
+from jpaged.models.lora import (
+    INPUT_PATH,
+    NOT_EXPERTS,
+    OUTER_MODULES,
+    OUTPUT_MODULES,
+    REMEDY,
+    WITHOUT_VECTORS,
+    AdaptedPlace,
+    HostAdapter,
+    LoraConfig,
+    adapted_places,
+    get_words,
+    is_of_experts,
+    parse_lora_config,
+)
 from jpaged.models.model import Model
 from jpaged.models.param_specs import Leaf, get_module
 from jpaged.models.registry import find_family
 from jpaged.models.sharding import pad_for_sharding, padded_axis
 from jpaged.models.stack import LayerMode
 
-NumberT = TypeVar("NumberT", int, float)
 _FLOAT32 = np.dtype(np.float32)
 
 MAX_NAME_LEN = 200
 """Maximum characters of a tensor's name; PEFT's have up to about 110."""
 
-_WAYS_OF_REPEAT = 32
-_MAX_WAYS = 1 << 24
-"""Limit of the ways, at which the longest name takes 0.1 s.
-
-Measured with `.*.*.*x`, and with `.?` 18 times, which has 2^24 ways with the prefix that PEFT adds.
-"""
-
-_MAX_PATTERN_CHARS = 200
-_LETTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_OTHER_GROUP = re.compile(r"\(\?[^:=!<P]")
-_CHOICE = re.compile(r"\((?:\?[:=!<P])?|\)|\||(?:[*+?]|\{[\d,]*\})[?+]?")
-
-
-@dataclass(frozen=True, slots=True)
-class Patterns(Generic[NumberT]):
-    """Compiled regular expressions of module names, each with a number."""
-
-    compiled: tuple[tuple[re.Pattern[str], NumberT], ...]
-
-    @classmethod
-    def checked(cls, numbers: Mapping[str, NumberT], field: str) -> Patterns[NumberT]:
-        """Compile the patterns of a field.
-
-        Raises:
-            InvalidArgument: a pattern is no regular expression, or they may try a name in too many ways; it is named.
-        """
-        compiled, num_ways = [], 0
-        for pattern, number in numbers.items():
-            expression = rf"(.*\.)?({pattern})$"
-            shown = f"{pattern!r:.{_MAX_PATTERN_CHARS}}"
-            try:
-                compiled.append((re.compile(expression), number))
-            except (re.error, OverflowError, RecursionError) as error:
-                problem = f"{shown} is not a regular expression in PEFT's form, (.*\\.)?(...)$: {error}"
-                raise InvalidArgument(field, problem) from error
-            plain = _LETTER.sub("x", expression)
-            for kind, what in ((_REPEATED_GROUP, "repeats a group"), (_OTHER_GROUP, "has a special group")):
-                if kind.search(plain):
-                    raise InvalidArgument(
-                        field, f"{shown} {what}, which may take unlimited time: rewrite it without that"
-                    )
-            num_ways += _num_ways(plain)
-            if num_ways > _MAX_WAYS:
-                raise InvalidArgument(
-                    field,
-                    f"{shown} and those before it may match a name in at least {num_ways} ways; the limit is "
-                    f"{_MAX_WAYS}: use fewer repeats, optional parts and alternatives",
-                )
-        return cls(tuple(compiled))
-
-    def of(self, module: str, default: NumberT) -> NumberT:
-        """Return the number of the first pattern that a module's name matches, or the default."""
-        return next((number for pattern, number in self.compiled if pattern.match(module)), default)
-
-
-def _num_ways(expression: str) -> int:
-    """Return a bound of the ways to match a name, for an expression without escapes, classes or repeated groups.
-
-    Above the limit, it is that of a beginning of the expression.
-    """
-    num_ways, alternatives = 1, [1]
-    for choice in _CHOICE.findall(expression):
-        if choice.startswith("("):
-            alternatives.append(1)
-        elif choice == ")":
-            num_ways *= alternatives.pop()
-        elif choice == "|":
-            alternatives[-1] += 1
-        else:
-            num_ways *= 2 if choice.startswith("?") else _WAYS_OF_REPEAT
-        if num_ways > _MAX_WAYS:
-            return num_ways
-    return num_ways * alternatives.pop()
-
-
 CONFIG_FILE = "adapter_config.json"
-# Origin and training of the adapter. The model determines the layout of the tensors.
-_WITHOUT_EFFECT = (
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("lora_dropout", "fan_in_fan_out", "layers_pattern"),
-    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core"),
-    *("ensure_weight_tying", "qalora_group_size", "runtime_config"),
-)
-_WITHOUT_VECTORS = "without enable_dora: start the server with --enable-dora, or merge the adapter into the model"
-_MAX_RANK = 1 << 16
 MAX_CONFIG_BYTES = 1 << 20
 """Limit of adapter_config.json: a running server parses it, which holds Python's lock for about 10 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """Scaling of an adapter, and the modules that it was trained for, named as in the trained model.
-
-    Attributes:
-        ranks: ranks of matching modules; others have `rank`.
-        alphas: alphas of matching modules; others have `alpha`.
-        is_root: the scale is divided by the square root of the rank instead of the rank (rsLoRA).
-        is_dora: modules have magnitudes.
-        has_bias: B of each module has a bias.
-        targets: suffixes of module names, starting at a dot: all such modules were trained. Empty if unknown.
-    """
-
-    rank: int
-    alpha: float
-    ranks: Patterns[int]
-    alphas: Patterns[float]
-    is_root: bool
-    is_dora: bool
-    has_bias: bool
-    targets: tuple[str, ...]
-
-    def get_rank(self, module: str) -> int:
-        """Return the rank of a module's adapter."""
-        return self.ranks.of(module, self.rank)
-
-    def get_scale(self, module: str, rank: int) -> float:
-        """Return the factor of the product of a module's two matrices of this rank."""
-        return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.is_root else rank)
-
-
-def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
-    """Read the config in an adapter's folder.
-
-    Args:
-        has_vectors: slots have room for DoRA and biases.
+def read_lora_config(folder: Path, *, has_vectors: bool = False, has_experts: bool = False) -> LoraConfig:
+    """Read the config in an adapter's folder; see `parse_lora_config`.
 
     Raises:
-        InvalidArgument: it is missing or malformed.
-        Unsupported: it needs an unsupported feature, which the message names.
+        InvalidArgument: it is missing.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -195,65 +99,17 @@ def read_lora_config(folder: Path, *, has_vectors: bool = False) -> LoraConfig:
             "lora", f"folder {folder} has no {CONFIG_FILE}; it must be in the layout that PEFT writes"
         )
     fields = JsonFields(read_json(path, MAX_CONFIG_BYTES), str(path))
-    fields.only("peft_type", "LORA", why="only LORA is supported")
-    extra = (True,) if has_vectors else ()
-    fields.only("use_dora", False, *extra, why=f"DoRA is not supported {_WITHOUT_VECTORS}")
-    fields.only("use_qalora", False, why="QALoRA is not supported")
-    biases = ("all", "lora_only") if has_vectors else ()
-    fields.only("bias", "none", *biases, why=f"biases are not supported {_WITHOUT_VECTORS}")
-    fields.only("lora_bias", False, *extra, why=f"biases are not supported {_WITHOUT_VECTORS}")
-    is_dora, has_bias = fields.flag("use_dora", False), fields.flag("lora_bias", False)
-    if is_dora and has_bias:
-        raise fields.bad("lora_bias", "is True; it must be False if use_dora is True, as PEFT requires")
-    for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
-        fields.only(
-            key,
-            *([], {}),
-            why=(
-                "adapters are supported only for linear modules of layers, not for embeddings, lm_head or other "
-                "parameters: train without them, or merge the adapter into the model"
-            ),
-        )
-    for key in ("layer_replication", "alora_invocation_tokens", "arrow_config"):
-        fields.only(key, why="it is not supported")
-    why = (
-        "it changes the weights of the model itself: convert it to plain LoRA (PEFT: save_pretrained with "
-        "path_initial_model_for_weight_conversion), or merge the adapter into the model"
-    )
-    fields.only("init_lora_weights", True, False, "gaussian", "eva", "orthogonal", "mica", why=why)
-    fields.ignore(_WITHOUT_EFFECT)
-    rank = fields.integer("r", maximum=_MAX_RANK)
-    alpha, is_root = fields.number("lora_alpha", is_signed=True), fields.flag("use_rslora", False)
-    patterns = {key: JsonFields(fields.mapping(key), f"{path} {key}") for key in ("rank_pattern", "alpha_pattern")}
-    ranks = {key: patterns["rank_pattern"].integer(key, maximum=_MAX_RANK) for key in fields.mapping("rank_pattern")}
-    alphas = {key: patterns["alpha_pattern"].number(key, is_signed=True) for key in fields.mapping("alpha_pattern")}
-    targets = _targets(fields)
-    fields.finish()
-    return LoraConfig(
-        rank,
-        alpha,
-        Patterns.checked(ranks, patterns["rank_pattern"].name),
-        Patterns.checked(alphas, patterns["alpha_pattern"].name),
-        is_root,
-        is_dora,
-        has_bias,
-        targets,
-    )
-
-
-def _targets(fields: JsonFields) -> tuple[str, ...]:
-    """Return the listed targets; empty for a regular expression, or if exclusions restrict the list."""
-    is_list = isinstance(fields.value("target_modules"), list)
-    restrictions = [fields.value(key) for key in ("exclude_modules", "layers_to_transform")]
-    is_part = any(each not in (None, [], "") for each in restrictions)
-    return fields.names("target_modules") if is_list and not is_part else ()
+    return parse_lora_config(fields, has_vectors=has_vectors, has_experts=has_experts)
 
 
 _MAX_SHOWN = 5
-_OUTER_MODULES = frozenset({"lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe", "word_embeddings"})
-_NOT_OUTER = (
-    "adapters of embeddings and lm_head are not supported, except those of lm_head with enable_lm_head_lora: start the "
-    "server with --enable-lm-head-lora, or merge the adapter into the model"
+_NOT_OUTPUT = (
+    "adapters of lm_head are not supported without enable_lm_head_lora: start the server with --enable-lm-head-lora, "
+    "or merge the adapter into the model"
+)
+_NOT_INPUT = (
+    "adapters of embeddings are not supported, except those of embed_tokens with enable_embedding_lora: start the "
+    "server with --enable-embedding-lora, or merge the adapter into the model"
 )
 _ROUTERS = frozenset({"gate", "router"})
 
@@ -272,8 +128,9 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
     has_experts = any(map(is_of_experts, every))
     known = {get_module(name) for leaf in every for name, _ in leaf.tensors}
     kinds: tuple[tuple[Callable[[str], bool], str], ...] = (
-        (lambda module: has_experts and _is_of_experts(module), "adapters of experts and routers are not supported"),
-        (lambda module: _get_words(module)[-1] in _OUTER_MODULES, _NOT_OUTER),
+        (lambda module: has_experts and _is_of_experts(module), NOT_EXPERTS),
+        (lambda module: get_words(module)[-1] in OUTPUT_MODULES, _NOT_OUTPUT),
+        (lambda module: get_words(module)[-1] in OUTER_MODULES, _NOT_INPUT),
         (known.__contains__, "adapters are supported only for linear modules of layers"),
         (lambda module: is_ignored(f"{module}.weight", config), "the server does not load these modules of the model"),
     )
@@ -282,10 +139,6 @@ def refuse_others(modules: Sequence[str], config: ModelConfig, folder: Path) -> 
         if found:
             raise Unsupported(f"{folder}: {_listed(found)}: {why}; train the adapter without them")
     raise InvalidArgument("lora", f"{folder}: {_listed(modules)}: no such module in {config.architecture}")
-
-
-def _get_words(module: str) -> list[str]:
-    return module.split(".")
 
 
 def _is_of_experts(module: str) -> bool:
@@ -302,17 +155,21 @@ def _listed(modules: Sequence[str]) -> str:
 WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_HEADER_BYTES = 1 << 24
 """Limit of the header of that file, which a running server parses: about 100,000 tensors."""
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_(embedding_)?(?P<which>[AB])(?(2)(\.default)?|(\.default)?\.weight)"
+)
 _VECTOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"((?P<magnitude>lora_magnitude_vector(\.default)?(\.weight)?)|(?P<added>lora_B(\.default)?\.bias)"
     r"|(?P<bias>(base_layer\.)?bias))"
 )
-_OF_EMBEDDING = re.compile(r"\.lora_embedding_[AB](\.|$)|(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
+_OF_EMBEDDING = re.compile(r"(^|\.)(embed_\w+|wte|wpe|lm_head|embed_out)\.")
+_REPLACED_ROWS = re.compile(
+    r"base_model\.model\.([\w.]+?\.)??(?P<word>\w+)\.token_adapter\.trainable_tokens_delta(\.default)?"
+)
 _SAVED_MODULE = re.compile(
     r"base_model\.model\.([\w.]+?\.)??(?P<word>\w+)(\.base_layer|\.modules_to_save(\.default)?)?\.weight"
 )
-_OUTPUT_MODULES = frozenset({"lm_head", "embed_out"})
 _OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
 """Possible prefixes of a layer's name, depending on the class of the trained model."""
 
@@ -356,6 +213,8 @@ class AdapterReader:
         max_rank: rank of the adapter slots.
         has_vectors: slots have room for DoRA and biases.
         has_output: the output matrix has slots.
+        has_input: the embedding has slots.
+        has_experts: experts and routers have slots.
         checkpoint: of the model; None if its weights are random, which supports no DoRA and no trained biases.
     """
 
@@ -365,6 +224,8 @@ class AdapterReader:
     max_rank: int
     has_vectors: bool = False
     has_output: bool = False
+    has_input: bool = False
+    has_experts: bool = False
     checkpoint: Path | None = None
 
     def __call__(self, path: str) -> HostAdapter:
@@ -379,7 +240,7 @@ class AdapterReader:
         folder = expand_home(path, "lora")
         if not folder.is_dir():
             raise NotFound(f"path: folder {path} does not exist")
-        config = read_lora_config(folder, has_vectors=self.has_vectors)
+        config = read_lora_config(folder, has_vectors=self.has_vectors, has_experts=self.has_experts)
         if not (folder / WEIGHTS_FILE).is_file():
             pickles = sorted(folder.glob("*.bin"))
             if pickles:
@@ -393,22 +254,26 @@ class AdapterReader:
 
     def _read(self, files: TensorFiles, config: LoraConfig, folder: Path) -> HostAdapter:
         places = self._places(1)
-        saved = {name: word for name in files.names if (word := _get_saved_module(name)) is not None}
-        tensors = self._tensors(files, frozenset(files.names - saved.keys()), folder)
+        copies = _OuterCopies.find(files, config, folder)
+        tensors = self._tensors(files, frozenset(files.names - copies.names), folder)
+        experts = self._experts(files, config, tensors, folder) if self.has_experts else {}
         known = {get_module(name) for place in places for leaf in place.leaves for name, _ in leaf.tensors}
         refuse_others(sorted(tensors.keys() - known), self.model.config, folder)
         trained = [each.trained for each in tensors.values() if each.has_matrices]
         _refuse_incomplete(config.targets, known, trained, folder)
         pairs = {module: self._pair(module, each, config, folder) for module, each in tensors.items()}
         wide = self._places(self.num_parts)
+        without = (leaf for place in places if not place.vector_shapes() for leaf in place.leaves)
+        for module in (get_module(name) for leaf in without for name, _ in leaf.tensors):
+            if module in pairs and pairs[module].vectors:
+                problem = "DoRA and biases of embeddings, experts and routers are not supported"
+                raise Unsupported(f"{folder}: {module}: {problem}: {REMEDY}")
         with ExitStack() as opened:
             base = None
-            if saved or any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
+            if copies.names or config.saved or any(not pair.vectors.keys() <= {"added"} for pair in pairs.values()):
                 base = opened.enter_context(_open_base(self.checkpoint, self.model.config, folder))
-            for name, word in sorted(saved.items()):
-                assert base is not None
-                base.require_same(files, name, word, self.model)
-            source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype, base)
+            replaced = {} if base is None else copies.read(base, self, pairs)
+            source = _AdapterTensors(files, pairs, self.max_rank, self.model.dtype, base, replaced, experts)
             matrices = {each.path: self._matrices(each, to, source) for each, to in zip(places, wide, strict=True)}
             vectors = {}
             if self.has_vectors:
@@ -417,22 +282,23 @@ class AdapterReader:
 
     def _places(self, num_parts: int) -> list[AdaptedPlace]:
         config = pad_for_sharding(self.model.config, num_parts)
-        return list(adapted_places(config, self.layer_mode, has_output=self.has_output))
+        has = {"has_output": self.has_output, "has_input": self.has_input, "has_experts": self.has_experts}
+        return list(adapted_places(config, self.layer_mode, **has))
 
     def _tensors(self, files: TensorFiles, stored: Set[str], folder: Path) -> dict[str, _Tensors]:
         """Return the tensors of each module, by its name in the model's checkpoints."""
         family = find_family(self.model.config.architecture)
         prefix, found = family.name_prefix(()), dict[str, _Tensors]()
+        ((embedding, _),) = model_leaves(self.model.config).outer[0].tensors
         for name in sorted(stored):
             parts = _NAME.fullmatch(name)
             vector = _VECTOR.fullmatch(name)
             if parts is None and vector is not None and not self.has_vectors:
-                raise Unsupported(f"{folder}: tensor {name}: DoRA and biases are not supported {_WITHOUT_VECTORS}")
+                raise Unsupported(f"{folder}: tensor {name}: DoRA and biases are not supported {WITHOUT_VECTORS}")
             parts = parts or vector
             if parts is None and _OF_EMBEDDING.search(name):
                 raise Unsupported(
-                    f"{folder}: tensor {name}: adapters and replacements of embeddings and lm_head are not supported: "
-                    "merge the adapter into the model, or train it without them"
+                    f"{folder}: tensor {name}: this form of embeddings and lm_head is not supported: {REMEDY}"
                 )
             if parts is None:
                 raise Unsupported(
@@ -446,8 +312,8 @@ class AdapterReader:
             inner = trained.split(".")
             while inner and inner[0] in _OUTER:
                 inner = inner[1:]
-            of_layer = family.layers_prefix.rstrip(".")
-            module = f"{prefix}{'.'.join(inner)}" if inner and inner[0] == of_layer else trained
+            known = family.layers_prefix.rstrip("."), get_module(embedding).removeprefix(prefix)
+            module = f"{prefix}{'.'.join(inner)}" if inner and inner[0] in known else trained
             names = found.setdefault(module, _Tensors(trained, {})).names
             kind = (
                 parts["which"]
@@ -459,6 +325,34 @@ class AdapterReader:
             names[kind] = name
         if not found:
             raise InvalidArgument("lora", f"{folder}: {WEIGHTS_FILE} has no tensors: save the adapter again")
+        return found
+
+    def _experts(
+        self, files: TensorFiles, config: LoraConfig, tensors: dict[str, _Tensors], folder: Path
+    ) -> dict[str, _ExpertPair]:
+        """Take the tensors of experts from all tensors; return them by the layer's name and the name of a matrix.
+
+        Those of routers get the names that routers have in checkpoints.
+        """
+        found = dict[str, _ExpertPair]()
+        for leaves in (place.leaves for place in self._places(1) if is_of_experts(place.leaves[0])):
+            for leaf in leaves:
+                layer, own = _get_layer(leaf.tensors[0][0]), leaf.path[-2]
+                for module in [module for module in tensors if _get_layer(module) == layer]:
+                    words = get_words(module.replace(".base_layer", ""))
+                    if own == "router" and words[-1] in _ROUTERS:
+                        tensors[get_module(leaf.tensors[0][0])] = tensors.pop(module)
+                    elif own != "router" and words[-1] == "experts":
+                        pair = self._pair(module, tensors[module], config, folder)
+                        if (each := _ExpertPair.find(files, pair, leaf, config)) is None:
+                            continue
+                        if found.setdefault(f"{layer}{own}", each) != each:
+                            raise InvalidArgument("lora", f"{folder}: {module}: two adapters of experts' {own}")
+        for module in [module for module in tensors if get_words(module.replace(".base_layer", ""))[-1] == "experts"]:
+            pair = self._pair(module, tensors.pop(module), config, folder)
+            if not any(each.pair == pair for each in found.values()):
+                problem = f"{module} has A of {list(files.shape(pair.a))} and B of {list(files.shape(pair.b))}"
+                raise InvalidArgument("lora", f"{folder}: {problem}, which are of no matrix of the model's experts")
         return found
 
     def _pair(self, module: str, tensors: _Tensors, config: LoraConfig, folder: Path) -> _Pair:
@@ -486,8 +380,8 @@ class AdapterReader:
         """Return the matrices of a place of the published model, in the layout of the padded model."""
         each_a, each_b = [], list[tuple[np.ndarray, ...]]()
         for leaf in place.leaves:
-            a, b = source.read(leaf)
-            each_a.append(a)
+            a, b = source.read_experts(leaf) if place.num_experts else source.read(leaf)
+            each_a.append(np.pad(a, ((0, 0), (0, wide.leaves[0].shape[0] - a.shape[1]))) if place.is_input else a)
             each_b.append(wide.split(self._padded(b, leaf)))
         if not place.is_stacked:
             return each_a[0], each_b[0]
@@ -496,6 +390,8 @@ class AdapterReader:
     def _vectors(self, place: AdaptedPlace, wide: AdaptedPlace, source: _AdapterTensors) -> tuple[np.ndarray, ...]:
         """Return the vectors of a place, in the layout of the padded model."""
         found = []
+        if not wide.vector_shapes():
+            return ()
         for leaf in place.leaves:
             found.append(wide.split(self._padded(source.read_vectors(leaf), leaf)))
         return tuple(np.stack(parts) for parts in zip(*found, strict=True)) if place.is_stacked else found[0]
@@ -508,6 +404,41 @@ class AdapterReader:
         if split.name == "vocab":
             return np.pad(rows, ((0, 0), (0, split.wide_size - rows.shape[1])))
         return split.padded(rows, 0, split.wide_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertPair:
+    """The tensors A and B of all experts of a layer.
+
+    Attributes:
+        is_exchanged: A is that of the outputs, and B that of the inputs.
+    """
+
+    pair: _Pair
+    is_exchanged: bool
+
+    @classmethod
+    def find(cls, files: TensorFiles, pair: _Pair, leaf: Leaf, config: LoraConfig) -> _ExpertPair | None:
+        """Return the pair if it has the sizes of a leaf, or of gates and ups together; otherwise None.
+
+        If both sizes are equal, the release of PEFT decides, except for parameters `[experts, in, out]` of gpt-oss.
+        """
+        num_experts, inputs, outputs = leaf.shape
+        of_a, of_b = (files.shape(name) for name in (pair.a, pair.b))
+        if len(of_a) != 2 or len(of_b) != 2 or of_a[0] != num_experts * pair.rank or of_b[1] != of_a[0]:
+            return None
+        sizes, own = (of_a[1], of_b[0]), (inputs, outputs * (1 if leaf.path[-2] == "down" else 2))
+        is_square = own[0] == own[1] and leaf.tensor_axes[:2] != (0, 1) and config.is_early
+        return cls(pair, sizes != own or is_square) if sizes in (own, own[::-1]) else None
+
+
+_LAYER_NUMBER = re.compile(r".*?\.(\d+)\.")
+
+
+def _get_layer(name: str) -> str:
+    """Return the beginning of a name with the number of a layer."""
+    found = _LAYER_NUMBER.match(name)
+    return "" if found is None else found[0]
 
 
 _MAX_CHUNK = 1 << 24
@@ -536,31 +467,67 @@ class _BaseTensors:
             raise Unsupported(problem)
         return read_weight(self.source, name, (num_out,)).astype(np.float32)
 
-    def require_same(self, files: TensorFiles, name: str, word: str, model: Model) -> None:
-        """Raise an error unless an adapter's copy of an embedding or output matrix equals the model's.
+    def find_changes(self, files: TensorFiles, name: str, word: str, reader: AdapterReader) -> _ReplacedRows:
+        """Return the rows in which an adapter's copy of an embedding or output matrix differs from the model's.
 
         PEFT saves copies if the vocabulary was resized, whether or not they were trained. Numbers are compared in the
         model's type.
 
         Raises:
-            Unsupported: they differ.
+            Unsupported: the shapes differ, or more rows than the slots have ranks.
         """
-        config = model.config
-        is_output = word in _OUTPUT_MODULES and not config.tie_word_embeddings
-        path = ("lm_head" if is_output else "embed", "embedding")
-        leaf = next(leaf for leaf in model_leaves(config).outer if leaf.path == path)
-        ((own, shape),) = leaf.tensors
+        model, (own, shape) = reader.model, self._get_outer(word, reader.model.config)
         what = f"{self.folder}: tensor {name} replaces {word} of the model"
-        remedy = "which is not supported: merge the adapter into the model, or train it without them"
+        remedy = f"which is not supported: {REMEDY}"
         if files.shape(name) != shape:
             raise Unsupported(f"{what}, whose shape is {list(shape)} instead of {list(files.shape(name))}, {remedy}")
         step = shape[0] if self.is_quantized else max(1, _MAX_CHUNK // shape[1])
+        ids, differences = list[int](), [np.zeros((0, shape[1]), np.float32)]
         for begin in range(0, shape[0], step):
             index = (slice(begin, min(begin + step, shape[0])),)
-            parts = read_weight(files, name, shape, index), read_weight(self.source, self.names[own], shape, index)
-            first, second = (part.astype(model.dtype) for part in parts)
-            if not np.array_equal(first, second):
-                raise Unsupported(f"{what} with other numbers, {remedy}")
+            parts = read_weight(files, name, shape, index), read_weight(self.source, own, shape, index)
+            new, old = (part.astype(model.dtype).astype(np.float32) for part in parts)
+            (changed,) = np.nonzero((new != old).any(axis=1))
+            ids.extend((begin + changed).tolist())
+            if len(ids) > reader.max_rank:
+                limit = f"in more rows than max_lora_rank ({reader.max_rank})"
+                raise Unsupported(f"{what} with other numbers {limit}, {remedy}")
+            differences.append(new[changed] - old[changed])
+        return _ReplacedRows(name, tuple(ids), np.concatenate(differences))
+
+    def read_rows(
+        self, files: TensorFiles, name: str, word: str, ids: tuple[int, ...], reader: AdapterReader
+    ) -> _ReplacedRows:
+        """Return the rows that an adapter replaces by those of a tensor, in the order of the ids.
+
+        Raises:
+            InvalidArgument: they are more than the slots have ranks, an id is none of the model, or the shape differs.
+        """
+        own, (size, width) = self._get_outer(word, reader.model.config)
+        problem, stored = "", files.shape(name)
+        if stored != (len(ids), width):
+            problem = f"has shape {list(stored)}; the model and trainable_token_indices require {[len(ids), width]}"
+        elif len(ids) > reader.max_rank:
+            problem = f"replaces {len(ids)} rows; max_lora_rank is {reader.max_rank}"
+        elif max(ids, default=0) >= size:
+            problem = f"replaces the row of token {max(ids)}; the model has {size}"
+        if problem:
+            raise InvalidArgument("lora", f"{self.folder}: tensor {name} {problem}")
+        new = read_weight(files, name, stored).astype(np.float32)
+        if self.is_quantized:
+            old = read_weight(self.source, own, (size, width))[list(ids)]
+        else:
+            of_each = [read_weight(self.source, own, (size, width), (slice(each, each + 1),)) for each in ids]
+            old = np.concatenate(of_each) if ids else new
+        return _ReplacedRows(name, ids, new - old.astype(reader.model.dtype).astype(np.float32))
+
+    def _get_outer(self, word: str, config: ModelConfig) -> tuple[str, tuple[int, int]]:
+        """Return the name and the shape of the model's embedding or output matrix."""
+        is_output = word in OUTPUT_MODULES and not config.tie_word_embeddings
+        path = ("lm_head" if is_output else "embed", "embedding")
+        leaf = next(leaf for leaf in model_leaves(config).outer if leaf.path == path)
+        ((own, (size, width)),) = leaf.tensors
+        return self.names[own], (size, width)
 
     def measure(self, module: str, shape: tuple[int, ...], in_axis: int, delta: tuple[np.ndarray, ...]) -> np.ndarray:
         """Return the norm of each output's row of W + B A, float32 `[out]`, for B times the scale, and A."""
@@ -577,10 +544,87 @@ class _BaseTensors:
         return np.concatenate(norms)
 
 
-def _get_saved_module(name: str) -> str | None:
-    """Return the last word of the embedding or output matrix that a tensor is a copy of; None for other tensors."""
-    found = _SAVED_MODULE.fullmatch(name) if len(name) <= MAX_NAME_LEN else None
-    return found["word"] if found is not None and found["word"] in _OUTER_MODULES - {"wpe"} else None
+@dataclass(frozen=True, slots=True)
+class _ReplacedRows:
+    """Rows of the embedding or the output matrix that an adapter replaces.
+
+    Attributes:
+        name: of the tensor with the rows.
+        differences: from the model's rows, float32 `[ids, width]`.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    differences: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _OuterCopies:
+    """An adapter's tensors that replace the embedding or the output matrix, or rows of them.
+
+    Attributes:
+        copies: names of whole matrices, each with the last word of the module's name.
+        rows: names of rows.
+    """
+
+    files: TensorFiles
+    config: LoraConfig
+    folder: Path
+    copies: Mapping[str, str]
+    rows: Mapping[str, str]
+
+    @classmethod
+    def find(cls, files: TensorFiles, config: LoraConfig, folder: Path) -> _OuterCopies:
+        """Find them by their names."""
+        short = [name for name in sorted(files.names) if len(name) <= MAX_NAME_LEN]
+        copies = {name: found["word"] for name in short if (found := _SAVED_MODULE.fullmatch(name)) is not None}
+        rows = {name: found["word"] for name in short if (found := _REPLACED_ROWS.fullmatch(name)) is not None}
+        return cls(files, config, folder, *({n: w for n, w in of.items() if w in _TIED} for of in (copies, rows)))
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of all these tensors."""
+        return self.copies.keys() | self.rows.keys()
+
+    def read(self, base: _BaseTensors, reader: AdapterReader, pairs: Mapping[str, _Pair]) -> dict[str, _ReplacedRows]:
+        """Return the replaced rows, by module. A tied output matrix follows the embedding, as in PEFT.
+
+        Raises:
+            Unsupported: there are too many, the server has no slots for them, or the module also has an adapter.
+            InvalidArgument: the rows are not those of the config.
+        """
+        model, found = reader.model.config, dict[str, _ReplacedRows]()
+        ((embedding, _),) = model_leaves(model).outer[0].tensors
+        modules = get_module(embedding), get_module(find_family(model.architecture).lm_head)
+        missing = {get_words(module)[-1] for module in modules} & self.config.saved - set(self.copies.values())
+        if missing:
+            problem = (
+                f"modules_to_save has {min(missing)!r}, but {WEIGHTS_FILE} has no copy of it: save the adapter again"
+            )
+            raise InvalidArgument("lora", f"{self.folder}: {problem}")
+        for name, word in (*self.copies.items(), *self.rows.items()):
+            if name in self.copies:
+                changes, is_tied = base.find_changes(self.files, name, word, reader), word not in self.config.saved
+            else:
+                ids = self.config.get_ids(word)
+                changes, is_tied = base.read_rows(self.files, name, word, ids, reader), True
+            if not changes.ids:
+                continue
+            if not np.isfinite(changes.differences.astype(reader.model.dtype)).all():
+                raise InvalidArgument("lora", f"{self.folder}: tensor {name} has non-finite numbers")
+            is_output = word in OUTPUT_MODULES
+            found[modules[is_output]] = changes
+            if is_tied and not is_output and model.tie_word_embeddings:
+                found.setdefault(modules[1], changes)
+        for module, has_slots, why in zip(modules, (reader.has_input, reader.has_output), _NO_SLOTS, strict=True):
+            if module in found and (not has_slots or module in pairs):
+                what = f"{self.folder}: tensor {found[module].name} replaces rows of {module}"
+                raise Unsupported(f"{what}: {why}" if not has_slots else f"{what}, which also has an adapter")
+        return found
+
+
+_TIED = OUTER_MODULES - {"wpe"}
+_NO_SLOTS = _NOT_INPUT, _NOT_OUTPUT
 
 
 @contextmanager
@@ -619,13 +663,15 @@ class _AdapterTensors:
     max_rank: int
     dtype: np.dtype
     base: _BaseTensors | None = None
+    replaced: Mapping[str, _ReplacedRows] = field(default_factory=dict)
+    experts: Mapping[str, _ExpertPair] = field(default_factory=dict)
     gains: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
         """Return A `[parts * rank, in]` and B `[rank, *out]` of the published leaf."""
         a = np.zeros((len(leaf.tensors) * self.max_rank, leaf.shape[0]), self.dtype)
         b = np.zeros((self.max_rank, *leaf.shape[1:]), self.dtype)
-        if not any(get_module(name) in self.pairs for name, _ in leaf.tensors):
+        if not any(get_module(name) in self.pairs.keys() | self.replaced.keys() for name, _ in leaf.tensors):
             return a, b
         in_axis = leaf.tensor_axes[0]
         outputs = []
@@ -638,9 +684,52 @@ class _AdapterTensors:
                 a[begin : begin + pair.rank] = self._finite(pair.a, (pair.rank, leaf.shape[0]))
                 gains = self._gains(leaf, name, stored, pair)
                 rows[:, : pair.rank] = self._finite(pair.b, (num_out, pair.rank), pair.scale, gains)
+            if (changes := self.replaced.get(get_module(name))) is not None:
+                self._put_rows(changes, leaf, a, rows)
             outputs.append(rows if in_axis == 1 else rows.T)
         leaf.pack(outputs, b)
         return a, b
+
+    def read_experts(self, leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
+        """Return A `[experts * rank, in]` and B `[experts * rank, out]` of a published leaf of all experts."""
+        num_experts, inputs, outputs = leaf.shape
+        a = np.zeros((num_experts, self.max_rank, inputs), self.dtype)
+        b = np.zeros((num_experts, self.max_rank, outputs), self.dtype)
+        own = self.experts.get(f"{_get_layer(leaf.tensors[0][0])}{leaf.path[-2]}")
+        if own is not None:
+            self._put_experts(own, leaf, a, b)
+        for expert, (name, _) in enumerate(leaf.tensors):
+            pair = self.pairs.get(get_module(name))
+            if pair is not None and pair.rank:
+                a[expert, : pair.rank] = self._finite(pair.a, (pair.rank, inputs))
+                b[expert, : pair.rank] = self._finite(pair.b, (outputs, pair.rank), pair.scale).T
+        return a.reshape(-1, inputs), b.reshape(-1, outputs)
+
+    def _put_experts(self, own: _ExpertPair, leaf: Leaf, a: np.ndarray, b: np.ndarray) -> None:
+        """Write the tensors of all experts to A and B, `[experts, rank, ...]`."""
+        (num_experts, *_), rank, part = leaf.shape, own.pair.rank, leaf.path[-2]
+        scales = (own.pair.scale, 1.0) if own.is_exchanged else (1.0, own.pair.scale)
+        first, second = (
+            self._finite(name, self.files.shape(name), scale)
+            for name, scale in zip((own.pair.a, own.pair.b), scales, strict=True)
+        )
+        first = first.reshape(num_experts, rank, -1)
+        second = second.reshape(len(second), rank, num_experts).transpose(2, 1, 0)
+        into, out = (second, first) if own.is_exchanged else (first, second)
+        if part != "down" and out.shape[2] != leaf.shape[2]:
+            is_up = part == "up"
+            alternates = leaf.tensor_axes == (0, 1, 2) and leaf.tensors[0][1] != leaf.shape
+            out = out[..., is_up::2] if alternates else np.split(out, 2, axis=2)[is_up]
+        a[:, :rank], b[:, :rank] = into, out
+
+    @staticmethod
+    def _put_rows(changes: _ReplacedRows, leaf: Leaf, a: np.ndarray, rows: np.ndarray) -> None:
+        """Write replaced rows as an adapter: to A of a leaf, and to the rows of B, `[out, rank]`."""
+        ranks = np.arange(len(changes.ids))
+        if leaf.path == INPUT_PATH:
+            a[ranks, changes.ids], rows[:, ranks] = 1, changes.differences.T
+        else:
+            a[ranks], rows[changes.ids, ranks] = changes.differences, 1
 
     def read_vectors(self, leaf: Leaf) -> np.ndarray:
         """Return scales less 1 and shifts, float32 `[2, *out]`, of the published leaf."""

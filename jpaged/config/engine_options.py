@@ -729,6 +729,12 @@ class LoraOptions:
     enable_lm_head_lora: bool = option(
         False, "also serve adapters of lm_head: two more matrices per slot, for the outputs of the vocabulary"
     )
+    enable_embedding_lora: bool = option(
+        False, "also serve adapters of embed_tokens: two more matrices per slot, for the ids of the vocabulary"
+    )
+    enable_expert_lora: bool = option(
+        False, "also serve adapters of experts and routers: two more matrices per slot and expert; slower experts"
+    )
     max_cpu_loras: int = option(
         256,
         "maximum number of adapters in host memory; the least recently used others are read again from disk when "

@@ -103,7 +103,9 @@ def params_for(step: Step, params: Params) -> Params:
     See `pack_params`, `add_replicas` and `AdapterRoom`.
     """
     if step.linear_backend == "cpu":
-        params = pack_params(params, step.model.config, _packer(step.mesh, step.activation_dtype))
+        keeps_experts = step.slots is not None and step.slots.has_experts
+        packer = _packer(step.mesh, step.activation_dtype)
+        params = pack_params(params, step.model.config, packer, keeps_experts=keeps_experts)
     if first_device(step.mesh).platform == "cpu":
         params = whole_bytes(params)
     if step.abstract_expert_load() is not None:
@@ -197,10 +199,13 @@ def _packer(mesh: Mesh, activation_dtype: ActivationDtype) -> Packer:
     return matmul_module.loaded().packer(replicated(mesh), rounds_rows=activation_dtype == "int8")
 
 
-def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
+def pack_params(params: Params, config: ModelConfig, packer: Packer, *, keeps_experts: bool = False) -> Params:
     """Return the tree, with layers in a list, with its matrices packed as by `LeafPacker`; its leaves may be shapes.
 
     The input tree is taken apart: each leaf is freed when it is packed, so that a model is never in memory twice.
+
+    Args:
+        keeps_experts: experts are not packed, because they have adapters.
     """
     pack = LeafPacker(packer, config).pack
 
@@ -208,7 +213,9 @@ def pack_params(params: Params, config: ModelConfig, packer: Packer) -> Params:
         packed: dict[str, Any] = {}
         for name in sorted(tree):  # JAX's flattening order, the same in every process
             leaf = tree.pop(name)
-            if name == _EXPERTS and not all(can_pack_experts(linear["kernel"]) for linear in leaf.values()):
+            if name == _EXPERTS and (
+                keeps_experts or not all(can_pack_experts(linear["kernel"]) for linear in leaf.values())
+            ):
                 packed[name] = leaf
             elif isinstance(leaf, dict):
                 packed[name] = walk(leaf, (*path, name))

@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.device.mesh import partition_spec
-from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.kernels.lora import AdaptedMatrix, EmbeddingAdapters
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Params
-from jpaged.models.lora import AdaptedPlace, HostAdapter, adapted_places, get_output_path
+from jpaged.models.lora import INPUT_PATH, AdaptedPlace, HostAdapter, adapted_places, get_output_path
 from jpaged.models.model import LeafPath, Model
 from jpaged.models.stack import LayerMode
 
@@ -41,12 +41,16 @@ class AdapterRoom:
         max_rank: maximum rank of an adapter.
         has_vectors: slots have vectors for DoRA and biases.
         has_output: the output matrix has slots. Hidden states then carry their row's slot in one more column.
+        has_input: the embedding of ids has slots.
+        has_experts: experts and routers have slots.
     """
 
     num_slots: int
     max_rank: int
     has_vectors: bool = False
     has_output: bool = False
+    has_input: bool = False
+    has_experts: bool = False
 
     def shapes(self, model: Model, layer_mode: LayerMode, mesh: Mesh, *, has_slots: bool) -> dict[LeafPath, Matrices]:
         """Return the shapes of the matrices of all slots, or of one adapter, by their paths in the parameters.
@@ -89,14 +93,20 @@ class AdapterRoom:
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             matrices = _zeros(shapes)
         groups = {place.path: place.num_groups for place in self._places(model, layer_mode)}
-        adapted = {
+        adapted: dict[LeafPath, Any] = {
             path: AdaptedMatrix(_at(params, path), a, b, groups[path], vectors)
             for path, (a, b, vectors) in matrices.items()
+            if path != INPUT_PATH
         }
-        return _replaced(params, adapted)
+        params = _replaced(params, adapted)
+        if self.has_input:
+            name, key = INPUT_PATH
+            params[name] = {**params[name], key: EmbeddingAdapters(*matrices[INPUT_PATH])}
+        return params
 
     def _places(self, model: Model, layer_mode: LayerMode) -> Iterator[AdaptedPlace]:
-        return adapted_places(model.config, layer_mode, has_output=self.has_output)
+        has = {"has_output": self.has_output, "has_input": self.has_input, "has_experts": self.has_experts}
+        return adapted_places(model.config, layer_mode, **has)
 
     def add_slots(self, hidden_te: jax.Array, slots_t: jax.Array) -> jax.Array:
         """Return hidden states followed by their slots, `[T, E + 1]`; unchanged without slots of the output matrix.
@@ -122,8 +132,12 @@ class AdapterRoom:
 
 def get_matrices(params: Params) -> dict[LeafPath, Matrices]:
     """Return the matrices of all slots, by path."""
-    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix))
-    return {_keys(path): (leaf.a, leaf.b, leaf.vectors) for path, leaf in found if isinstance(leaf, AdaptedMatrix)}
+    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_has_slots)
+    return {_keys(path): (leaf.a, leaf.b, leaf.vectors) for path, leaf in found if _has_slots(leaf)}
+
+
+def _has_slots(leaf: Any) -> bool:
+    return isinstance(leaf, AdaptedMatrix | EmbeddingAdapters)
 
 
 def with_matrices(params: Params, matrices: Mapping[LeafPath, Matrices]) -> Params:

@@ -52,7 +52,15 @@ from jpaged.device.mesh import (
     partition_spec,
 )
 from jpaged.kernels.cuda_library import unsupported_gpu_reason
-from jpaged.kernels.experts import ExpertsBackend, ExpertsKernel, ExpertWeights, Routes, StackedExperts, sum_experts
+from jpaged.kernels.experts import (
+    ExpertAdapters,
+    ExpertsBackend,
+    ExpertsKernel,
+    ExpertWeights,
+    Routes,
+    StackedExperts,
+    sum_experts,
+)
 from jpaged.kernels.matmul import QuantizedMatrix
 from jpaged.kernels.matmul.on_device import PartedMatrix, kernel_takes
 from jpaged.kernels.matmul.triton.grouped import choose_backend
@@ -553,7 +561,15 @@ def _expert_specs(mixture: Mixture, weights: ExpertWeights) -> ExpertWeights:
     kernels = (_matrix_spec(getattr(weights, part), expert_axes(mixture, part)) for part in ("gate", "up", "down"))
     experts, _, inner = expert_axes(mixture, "gate")
     biases = (None if bias is None else partition_spec(experts, inner) for bias in (weights.gate_bias, weights.up_bias))
-    return ExpertWeights(*kernels, *biases)
+    specs = ExpertWeights(*kernels, *biases)
+    if weights.adapters is None:
+        return specs
+    gate, up, down = (expert_axes(mixture, part) for part in ("gate", "up", "down"))
+    adapters = [
+        ExpertAdapters(partition_spec(None, experts, inputs), partition_spec(None, experts, outputs))  # type: ignore[arg-type]
+        for experts, inputs, outputs in (gate, up, down)
+    ]
+    return dataclasses.replace(specs, adapters=tuple(adapters))
 
 
 def _matrix_spec(matrix: Any, axes: LogicalAxes) -> Any:

@@ -665,14 +665,21 @@ class TokenEmbedding(Module):
 
     def __init__(self, size: int, width: int, dtype: np.dtype, key: jax.Array) -> None:
         self.embedding = Param(normal(key, (size, width), dtype))
+        self.adapters: lora.EmbeddingAdapters | None = None
 
-    def __call__(self, ids_t: jax.Array) -> jax.Array:
-        """Map `[T]` to `[T, width]`."""
+    def with_params(self, params: Params | None) -> Self:
+        """Return a copy with these parameters, and with the adapters of ids next to them if there are any."""
+        made = super().with_params(params)
+        made.adapters = None if params is None else params.get("adapters")
+        return made
+
+    def __call__(self, ids_t: jax.Array, adapters_t: jax.Array | None = None) -> jax.Array:
+        """Map `[T]` to `[T, width]`; rows may have adapters."""
         # CPUs gather bfloat16 from float32: without a dependency on the ids, XLA would widen the whole matrix before a
         # loop.
         embedding, ids_t = jax.lax.optimization_barrier((_get_base(self.embedding.get_value()), ids_t))
-        is_array = isinstance(embedding, jax.Array)
-        return embedding[ids_t] if is_array else embedding.rows(ids_t)
+        x_te: jax.Array = embedding[ids_t] if isinstance(embedding, jax.Array) else embedding.rows(ids_t)
+        return x_te if self.adapters is None or adapters_t is None else self.adapters.add(x_te, ids_t, adapters_t)
 
     def logits(self, hidden_re: jax.Array, num_rows: jax.Array, norm: Norm | None) -> jax.Array:
         """Map `[R, width]`, of which the first rows are in use, to float32 `[R, size]`; applies a norm first.
@@ -720,7 +727,7 @@ class Ends(Module, abc.ABC):
         Args:
             scales_given: the scale also multiplies the given ones.
         """
-        x_te, given = self.embed(tokens.ids_t), tokens.embeds
+        x_te, given = self.embed(tokens.ids_t, tokens.adapters_t), tokens.embeds
         if given is not None and scales_given:
             x_te, given = given.replace(x_te), None
         if scale != 1:

@@ -226,6 +226,8 @@ def _kept(found: Any, x: Any, repeat: jax.Array, layers: range, number: int) -> 
 
 
 def _is_of_experts(path: tuple[Any, ...]) -> bool:
+    if path and getattr(path[-1], "name", None) == "base":  # of a matrix with adapters
+        path = path[:-1]
     keys = [getattr(entry, "key", None) for entry in path]
     return "experts" in keys and keys[-1] == "kernel"
 

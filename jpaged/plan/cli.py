@@ -37,7 +37,8 @@ _OPTIONS = {
     *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"),
     *("enable_expert_parallel", "enable_dp_attention", "enable_eplb", "eplb_config"),
     *("lossy_kv_window", "lossy_kv_sinks"),
-    *("enable_lora", "max_loras", "max_lora_rank", "enable_dora", "enable_lm_head_lora", "speculative_config"),
+    *("enable_lora", "max_loras", "max_lora_rank", "enable_dora", "enable_lm_head_lora"),
+    *("enable_embedding_lora", "enable_expert_lora", "speculative_config"),
 }
 """Engine options that affect programs or memory."""
 _INPUT_LEN, _OUTPUT_LEN = 1024, 256

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jpaged.errors import InternalError, InvalidArgument, QueueFull, RequestTooLong, Unsupported
 from jpaged.outputs import ClassificationOutput, PoolingOutput, PoolingRequestOutput, ScoringOutput
-from jpaged.sampling_params import PoolingParams
+from jpaged.sampling_params import PoolingParams, RequestOutputKind, change_sampling
 from jpaged.service.calls import NOBODY, Call, Caller, RequestRecord, loggable_name, require_salt
 from jpaged.service.input_processor import InputProcessor
 from jpaged.service.loaded_model import LoadedModel, Pooler
@@ -264,6 +264,7 @@ class VectorOptions:
         dimensions: keep only the first numbers of each vector.
         prompt_name: the model's prompt to put before texts.
         classifies: return probabilities of labels instead, or logits if `normalize` is False.
+        truncate_prompt_tokens: number of a prompt's last tokens to keep.
     """
 
     pooling: Pooling | None = None
@@ -272,11 +273,19 @@ class VectorOptions:
     prompt_name: str | None = None
     classifies: bool = False
 
+    truncate_prompt_tokens: int | None = None
+
     @classmethod
-    def of_encode(cls, params: PoolingParams, task: str | None) -> VectorOptions:
-        """Return the options of `LLM.encode`: vectors have length 1 by default, as in vLLM."""
+    def of_encode(cls, params: PoolingParams, task: str | None = None) -> VectorOptions:
+        """Return the options of `LLM.encode`: vectors have length 1 by default, as in vLLM.
+
+        Args:
+            task: instead of that of the parameters.
+        """
+        task = params.task if task is None else task
         pooling: Pooling | None = "all" if task == "token_embed" else None
-        return cls(pooling, params.is_normalized(default=True), params.dimensions, classifies=task == "classify")
+        normalize, kept = params.is_normalized(default=True), params.truncate_prompt_tokens
+        return cls(pooling, normalize, params.dimensions, None, task == "classify", kept)
 
     def check(self, pooler: Pooler | None, hidden_size: int) -> None:
         """Reject options that the model does not support.
@@ -303,6 +312,21 @@ class VectorOptions:
             raise InvalidArgument(
                 "dimensions", f"{self.dimensions} is not supported: the model's vectors have {width}{what} dimensions"
             )
+
+    def prepare(
+        self, pooler: Pooler | None, hidden_size: int, prompt: Prompt, changes: Mapping[str, Any]
+    ) -> tuple[Prompt, SamplingParams]:
+        """Return a prompt and its parameters as the engine takes them.
+
+        Args:
+            changes: other parameters.
+
+        Raises:
+            InvalidArgument, Unsupported: as `check`.
+        """
+        self.check(pooler, hidden_size)
+        own = {"truncate_prompt_tokens": self.truncate_prompt_tokens, "output_kind": RequestOutputKind.FINAL_ONLY}
+        return self.prompted(pooler, prompt), change_sampling(EMBED_SAMPLING, own | dict(changes))
 
     def get_pooling(self, pooler: Pooler | None) -> Pooling:
         """Return the pooling of the requests."""

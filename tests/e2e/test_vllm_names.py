@@ -747,6 +747,27 @@ def test_an_engine_is_driven_step_by_step(open_model: Open) -> None:
     assert engine.load().num_blocks_used == 0
 
 
+def test_an_engine_returns_vectors_next_to_texts(open_model: Open) -> None:
+    engine = open_model(LLMEngine)
+    engine.add_request("text", IDS, GREEDY)
+    engine.add_request("vector", {"prompt_token_ids": IDS}, PoolingParams(dimensions=None))
+    engine.add_request("tokens", "a text", PoolingParams(task="token_embed"))
+    engine.add_request("dropped", IDS, PoolingParams())
+    engine.abort_request("dropped")
+    with pytest.raises(Unsupported, match="no classification head"):
+        engine.add_request("labels", IDS, PoolingParams(task="classify"))
+    finished: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    llm = open_model()
+    for name, task, prompt in (("vector", "embed", [IDS]), ("tokens", "token_embed", ["a text"])):
+        (expected,) = llm.encode(prompt, pooling_task=task)
+        np.testing.assert_array_equal(finished[name].outputs.data, expected.outputs.data)
+        assert finished[name].prompt_token_ids == expected.prompt_token_ids
+    assert list(finished["text"].outputs[0].token_ids) == expected_tokens(IDS, 5)
+    assert finished.keys() == {"text", "vector", "tokens"}
+
+
 def test_an_aborted_request_of_an_engine_has_no_further_output(open_model: Open) -> None:
     engine = open_model(LLMEngine)
     engine.add_request("a", IDS, SamplingParams(max_tokens=20, ignore_eos=True, output_kind=KINDS.DELTA))

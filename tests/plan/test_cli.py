@@ -207,7 +207,7 @@ def test_adapters_are_weights_that_every_step_reads(capsys: pytest.CaptureFixtur
     assert any(note.startswith("4 adapter slots of rank 8 take ") for note in some["notes"])
     more = planned("--enable-lora", "--max-loras", "8", "--max-lora-rank", "16")
     assert more["memory_of_one_device"]["adapter_bytes"] == 4 * other["adapter_bytes"]
-    for option in ("--enable-dora", "--enable-lm-head-lora"):
+    for option in ("--enable-dora", "--enable-lm-head-lora", "--enable-embedding-lora"):
         extra = planned("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8", option)["memory_of_one_device"]
         assert extra["adapter_bytes"] > other["adapter_bytes"]
         assert extra["weight_bytes"] - one["weight_bytes"] == extra["adapter_bytes"]

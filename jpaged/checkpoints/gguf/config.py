@@ -456,6 +456,21 @@ def _lfm2(fields: JsonFields, file: GgufFile, config: Config) -> Config:
     }
 
 
+def _gpt_oss(fields: JsonFields, file: GgufFile, config: Config) -> Config:
+    # Files do not have that the corners of YaRN are not rounded, nor which layers have windows: every second.
+    fields.only("expert_gating_func", 3, why="experts of gpt-oss are weighted by a softmax of the chosen")
+    rope = config["rope_parameters"]
+    return {
+        "intermediate_size": fields.integer("expert_feed_forward_length", config["intermediate_size"]),
+        "num_local_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "attention_bias": _has(file, "attn_q.bias"),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "layer_types": _types(fields, config, 2),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
 def _starcoder2(fields: JsonFields, file: GgufFile) -> Config:
     sizes = _sizes(fields, file)
     heads = sizes["num_attention_heads"]
@@ -533,4 +548,5 @@ _READERS: Mapping[str, Callable[[JsonFields, GgufFile], Config]] = {
     ),
     "ernie4_5": _variant("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
     "lfm2": _variant("Lfm2ForCausalLM", "lfm2", _lfm2, epsilon="norm_eps"),
+    "gpt-oss": _variant("GptOssForCausalLM", "gpt_oss", _gpt_oss),
 }

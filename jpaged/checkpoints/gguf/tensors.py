@@ -16,7 +16,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,8 @@ class TensorLocation:
         offset: subtracted from each number.
         is_transposed: it is stored transposed.
         new_axis: place of an axis of 1 that only the checkpoint has.
+        partner: name of another tensor, of which each row follows one of this; empty if there is none.
+        has_all_experts: it is `[experts, in, out]`, and stored as `[experts, out, in]`.
     """
 
     tensor: str
@@ -65,12 +67,18 @@ class TensorLocation:
     offset: float = 0.0
     is_transposed: bool = False
     new_axis: int | None = None
+    partner: str = ""
+    has_all_experts: bool = False
 
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
         """Return its shape in a checkpoint."""
         stored = tensor.shape if self.expert is None else tensor.shape[1:]
         if self.new_axis is not None:
             return (*stored[: self.new_axis], 1, *stored[self.new_axis :])
+        if self.partner:
+            stored = (stored[0], 2 * stored[1], *stored[2:])
+        if self.has_all_experts and len(stored) == 3:
+            return (stored[0], stored[2], stored[1])
         return stored[::-1] if self.is_transposed else stored
 
 
@@ -85,6 +93,8 @@ class Naming:
         rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
         offset: of norms.
         transposed: tensors that are stored transposed.
+        own_names: complete names of other tensors of a layer, by those in the file; matrices have all experts.
+        partners: tensors among these whose rows alternate with those of another one.
     """
 
     outer: Mapping[str, str]
@@ -93,6 +103,8 @@ class Naming:
     rows: Mapping[str, str] | None = None
     offset: float = 0.0
     transposed: tuple[str, ...] = ()
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    partners: Mapping[str, str] = field(default_factory=dict)
 
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -172,6 +184,10 @@ _LFM2 = {
     "ffn_down": "feed_forward.w2",
     "ffn_up": "feed_forward.w3",
 }
+_GPT_OSS = {name: _ATTENTION[name] for name in _ATTENTION if name != "ffn_norm"} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 _TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
 
 NAMINGS: Mapping[str, Naming] = {
@@ -220,6 +236,18 @@ NAMINGS: Mapping[str, Naming] = {
     ),
     "nemotron": Naming(_OUTER_NAMES, _ATTENTION | _UNGATED, offset=1.0),
     "ernie4_5": Naming(_OUTER_NAMES, _LAYER_NAMES),
+    "gpt-oss": Naming(
+        _OUTER_NAMES,
+        _GPT_OSS,
+        own_names={
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        partners={"ffn_gate_exps": "ffn_up_exps"},
+    ),
     "lfm2": Naming(_OUTER_NAMES | {"token_embd_norm": "model.embedding_norm"}, _LFM2),
 }
 """By the names of architectures in llama.cpp."""
@@ -237,7 +265,8 @@ def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, Tenso
     for name, tensor in file.tensors.items():
         if name not in ROPE_TENSORS:
             found.update(_named(naming, name, tensor, orders))
-    return found
+    joint = {place.partner for place in found.values()}
+    return {name: place for name, place in found.items() if name not in joint or place.partner}
 
 
 def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, TensorLocation]]:
@@ -245,6 +274,12 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
     if outer is not None and outer[1] in naming.outer:
         offset = naming.offset if outer[1].endswith("_norm") and outer[2] == "weight" else 0.0
         yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
+        return
+    if layer is not None and (own := naming.own_names.get(f"{layer[2]}.{layer[3]}")) is not None:
+        partner = naming.partners.get(layer[2], "")
+        partner = partner and f"blk.{layer[1]}.{partner}.{layer[3]}"
+        has_all = len(tensor.shape) == 3
+        yield f"{naming.layers_prefix}{layer[1]}.{own}", TensorLocation(name, partner=partner, has_all_experts=has_all)
         return
     if layer is None or layer[2] not in naming.layers:
         for pattern, content in _OTHER_LAYOUTS.items():
@@ -319,8 +354,8 @@ class GgufTensors:
         tensor, place = self._stored(name), self.places[name]
         if name in self.blocks:
             block = BLOCK_TYPES[tensor.kind]
-            num_out, depth = tensor.shape[-2:]
-            return num_out, depth // block.size * block.num_bytes
+            *outer, num_out, depth = tensor.shape if place.has_all_experts else tensor.shape[-2:]
+            return *outer, num_out * (2 if place.partner else 1), depth // block.size * block.num_bytes
         return place.shape(tensor)
 
     def dtype(self, name: str) -> np.dtype:
@@ -348,6 +383,8 @@ class GgufTensors:
         check_shape(self, name, shape)
         self.dtype(name)
         tensor, place = self._stored(name), self.places[name]
+        if place.partner or place.has_all_experts:
+            return self._read_experts(name)[index]
         data = tensor.read(place.expert)
         if name in self.blocks:
             rows = _rows(data, place, index[:1])
@@ -362,6 +399,28 @@ class GgufTensors:
         if len(index) > 1:
             weights = weights[(slice(None), *index[1:])]
         return weights - np.float32(place.offset) if place.offset else weights
+
+    def _read_experts(self, name: str) -> np.ndarray:
+        """Return a tensor with all experts, as weights or as rows of blocks; partners' rows alternate."""
+        place, parts = self.places[name], list[np.ndarray]()
+        for own in filter(None, (place.tensor, place.partner)):
+            tensor = self.file.tensors.get(own)
+            if tensor is None:
+                raise InvalidArgument(str(self._stored(name).path), f"tensor {own} is missing")
+            if tensor.shape != self._stored(name).shape:
+                problem = f"tensor {own} has shape {list(tensor.shape)}, and {place.tensor} another one"
+                raise InvalidArgument(str(tensor.path), problem)
+            data = np.asarray(tensor.read())
+            rows = data.reshape(-1, data.shape[-1])
+            if name not in self.blocks:
+                rows = dequantize_blocks(tensor.kind, rows)
+            elif not BLOCK_TYPES[tensor.kind].is_finite(rows):
+                raise InvalidArgument(str(tensor.path), f"tensor {own} has block scales that are not finite")
+            parts.append(rows.reshape(*tensor.shape[:-1], -1) if len(tensor.shape) > 2 else rows)
+        found = parts[0]
+        if len(parts) > 1:
+            found = np.stack(parts, axis=2).reshape(len(found), -1, *found.shape[2:])
+        return found.swapaxes(1, 2) if place.has_all_experts and name not in self.blocks else found
 
     def where(self, name: str) -> Path:
         """Return the file that holds a tensor."""
@@ -397,13 +456,27 @@ class GgufScheme:
         """See `Scheme`; the key of a part is its type."""
         kind = self.kinds[module]
         block = BLOCK_TYPES[kind]
+        if len(shape) > 2:
+            num_experts, depth, num_out = shape
+            return {
+                kind: MatrixPart(module, ((num_experts, num_out, depth // block.size * block.num_bytes),), ("uint8",))
+            }
         num_out, depth = shape
         return {kind: MatrixPart(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
         ((kind, rows),) = tensors.items()
-        return BLOCK_TYPES[kind].matrix(rows, form)
+        matrix = BLOCK_TYPES[kind].matrix(rows.reshape(-1, rows.shape[-1]), form)
+        if rows.ndim < 3:
+            return matrix
+        values, scales, zeros = (
+            None if each is None else each.reshape(*rows.shape[:2], -1).swapaxes(1, 2)
+            for each in (matrix.values, matrix.scales, matrix.zeros)
+        )
+        assert values is not None
+        assert scales is not None
+        return dataclasses.replace(matrix, values=values, scales=scales, zeros=zeros)
 
 
 def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: MatrixFormat) -> StoredColumns | None:
@@ -508,9 +581,11 @@ class GgufModel:
             form = self.scheme.quantization.get_format(module)
             if kind in PACKED_TYPES or form is None:
                 continue
-            place = self.places[f"{module}.weight"]
+            place = self.places[_get_tensor(module, self.places)]
             tensor = self.file.tensors[place.tensor]
             num_out, depth = tensor.shape[-2:]
+            if place.has_all_experts:
+                num_out *= tensor.shape[0] * (2 if place.partner else 1)
             block = BLOCK_TYPES[kind]
             kinds.add(kind)
             stored += num_out * depth // block.size * block.num_bytes
@@ -526,7 +601,7 @@ class GgufModel:
     def tensors(self, *, as_weights: bool = False) -> GgufTensors:
         """Return its tensors; quantized ones for the scheme, or all of them as weights."""
         modules = () if self.scheme is None or as_weights else self.scheme.kinds
-        return GgufTensors(self.file, self.places, frozenset(f"{module}.weight" for module in modules))
+        return GgufTensors(self.file, self.places, frozenset(_get_tensor(module, self.places) for module in modules))
 
 
 def read_model(path: Path, *, keeps_embedding: bool = True) -> GgufModel:
@@ -547,9 +622,14 @@ def read_model(path: Path, *, keeps_embedding: bool = True) -> GgufModel:
     if not formed:
         return GgufModel(file, config, hf, None, found)
     quantization = Quantization(_METHOD, _rules(formed), has_output=True, has_embedding=keeps_embedding)
-    kinds = {module: file.tensors[found[f"{module}.weight"].tensor].kind for module in formed}
+    kinds = {module: file.tensors[found[_get_tensor(module, found)].tensor].kind for module in formed}
     config = dataclasses.replace(config, quantization=quantization)
     return GgufModel(file, config, hf, GgufScheme(quantization, kinds), found)
+
+
+def _get_tensor(module: str, found: Mapping[str, TensorLocation]) -> str:
+    """Return the name of a module's matrix; one with all experts is called as the module."""
+    return module if module in found else f"{module}.weight"
 
 
 def _forms(
@@ -575,7 +655,9 @@ def _kind(file: GgufFile, found: Mapping[str, TensorLocation], name: str, shape:
     """Return the GGUF type of a tensor; empty if it does not exist or has another shape, which its reader refuses."""
     if name not in found:
         return ""
-    tensor = file.tensors[found[name].tensor]
+    tensor, partner = file.tensors[found[name].tensor], file.tensors.get(found[name].partner)
+    if partner is not None and partner.kind != tensor.kind:
+        return ""
     return tensor.kind if found[name].shape(tensor) == shape else ""
 
 

@@ -101,6 +101,8 @@ class CompileTarget:
     max_lora_rank: int
     enable_dora: bool
     enable_lm_head_lora: bool
+    enable_embedding_lora: bool
+    enable_expert_lora: bool
     enable_prompt_embeds: bool
     speculation: str
     compiler_options: str
@@ -137,6 +139,8 @@ class CompileTarget:
             max_lora_rank=step.slots.max_rank if step.slots else 0,
             enable_dora=step.slots is not None and step.slots.has_vectors,
             enable_lm_head_lora=step.slots is not None and step.slots.has_output,
+            enable_embedding_lora=step.slots is not None and step.slots.has_input,
+            enable_expert_lora=step.slots is not None and step.slots.has_experts,
             enable_prompt_embeds=geometry.embed_width > 0,
             speculation=_digest_of_draft(step.draft) if step.draft else "",
             compiler_options=json_text.dumps(

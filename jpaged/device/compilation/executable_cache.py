@@ -47,7 +47,7 @@ from jpaged.device.mesh import first_device
 from jpaged.device.step import Step
 from jpaged.engine.executor import Geometry
 from jpaged.errors import InvalidArgument
-from jpaged.kernels.lora import AdaptedMatrix
+from jpaged.kernels.lora import AdaptedMatrix, EmbeddingAdapters
 from jpaged.models.layers import Params
 
 _LOG = logging.getLogger(__name__)
@@ -304,10 +304,11 @@ def kv_fingerprint(step: Step, params: Params) -> bytes:
 
 
 def _leaves(params: Params) -> Iterator[tuple[str, Any]]:
+    def without_adapters(leaf: Any) -> Any:
+        return None if isinstance(leaf, EmbeddingAdapters) else leaf.base if isinstance(leaf, AdaptedMatrix) else leaf
+
     bare = jax.tree.map(
-        lambda leaf: leaf.base if isinstance(leaf, AdaptedMatrix) else leaf,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix),
+        without_adapters, params, is_leaf=lambda leaf: isinstance(leaf, AdaptedMatrix | EmbeddingAdapters)
     )
     for path, leaf in jax.tree_util.tree_flatten_with_path(bare)[0]:
         yield jax.tree_util.keystr(path), leaf

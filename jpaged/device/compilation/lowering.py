@@ -254,7 +254,9 @@ def _adapter_room(lora: LoraOptions) -> AdapterRoom | None:
     """Return the slots for adapters; None without adapters."""
     if not lora.enable_lora:
         return None
-    return AdapterRoom(lora.max_loras, lora.max_lora_rank, lora.enable_dora, lora.enable_lm_head_lora)
+    has_output, has_input = lora.enable_lm_head_lora, lora.enable_embedding_lora
+    sizes = lora.max_loras, lora.max_lora_rank
+    return AdapterRoom(*sizes, lora.enable_dora, has_output, has_input, lora.enable_expert_lora)
 
 
 def _kv_groups(kinds: tuple[LayerKind, ...], sizes: StepSizes, layer_mode: LayerMode, mesh: Mesh) -> KVGroups:

@@ -9,9 +9,10 @@ cpu/            the kernel that reads packed experts
 
 from jpaged.kernels.experts.routing import ExpertMap, Routes, route
 from jpaged.kernels.experts.sorted_rows import ExpertsBackend, ExpertsKernel, apply_experts, sum_experts
-from jpaged.kernels.experts.weights import ExpertWeights, StackedExperts
+from jpaged.kernels.experts.weights import ExpertAdapters, ExpertWeights, StackedExperts
 
 __all__ = [
+    "ExpertAdapters",
     "ExpertMap",
     "ExpertWeights",
     "ExpertsBackend",

@@ -29,15 +29,18 @@ class Routes:
         ids_tk: int32 `[T, K]`: experts, the best first. The number of experts marks rows that are not in use, and
             experts on other devices.
         weights_tk: float32 `[T, K]`.
+        adapters_t: int32 `[T]`, the adapter slot of each row, 0 is none; None if experts have no slots.
     """
 
     ids_tk: jax.Array
     weights_tk: jax.Array
+    adapters_t: jax.Array | None = None
 
     def part(self, first: jax.Array, num_experts: int) -> Routes:
         """Return the routes to a contiguous range of experts, renumbered from 0."""
         ids = self.ids_tk - first
-        return Routes(jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts), self.weights_tk)
+        own_tk = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+        return Routes(own_tk, self.weights_tk, self.adapters_t)
 
 
 _NUM_HASHED = 16

@@ -96,9 +96,11 @@ def apply_tiles(
     x_te: Float[Array, "T E"], routes: Routes, weights: ExpertWeights, gate: GateFunction, num_rows: int = TILE_ROWS
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of the outputs of each row's experts, without the last bias, in float32."""
-    num_experts = weights.num_experts
+    num_experts, adapters = weights.num_experts, weights.adapters if routes.adapters_t is not None else None
     rows = SortedRows.of(routes, num_experts)
     x_pe = jnp.pad(x_te[rows.tokens_p], ((0, num_rows), (0, 0)))
+    weights = dataclasses.replace(weights, adapters=None)
+    slots_p = None if routes.adapters_t is None else jnp.pad(routes.adapters_t[rows.tokens_p], (0, num_rows))
     ends_x = jnp.cumsum(rows.counts_x)
     tile_ends_x = jnp.cumsum(-(-rows.counts_x // num_rows))
 
@@ -108,10 +110,18 @@ def apply_tiles(
         num_tiles = -(-rows.counts_x[expert] // num_rows)
         first = ends_x[expert] - rows.counts_x[expert] + (i - (tile_ends_x[expert] - num_tiles)) * num_rows
         x = jax.lax.dynamic_slice_in_dim(x_pe, first, num_rows)
-        ups = _project(x, own.up, own.up_bias)
-        gates = _project(x, own.gate, own.gate_bias) if gate.has_gates else ups
+
+        def project(x_ti: jax.Array, kernel_io: Any, bias_o: jax.Array | None, part: int) -> jax.Array:
+            y_to = _project(x_ti, kernel_io, bias_o)
+            if adapters is None or slots_p is None:
+                return y_to
+            slots_t = jax.lax.dynamic_slice_in_dim(slots_p, first, num_rows)
+            return y_to + adapters[part].adapt(x_ti, slots_t, expert, num_experts)
+
+        ups = project(x, own.up, own.up_bias, 1)
+        gates = project(x, own.gate, own.gate_bias, 0) if gate.has_gates else ups
         inner = join(gate, gates, ups).astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(y_pe, _project(inner, own.down, None), first, 0)
+        return jax.lax.dynamic_update_slice_in_dim(y_pe, project(inner, own.down, None, 2), first, 0)
 
     empty = jnp.zeros((len(x_pe), x_te.shape[1]), jnp.float32)
     return rows.sum(jax.lax.fori_loop(0, tile_ends_x[-1], add_tile, empty), routes, num_experts)
@@ -177,8 +187,12 @@ def sum_experts(
     """Compute `apply_experts` without the last bias, on one device.
 
     Packed matrices are read by the CPU kernel whatever the backend. Quantized ones are multiplied in a loop, unless the
-    GPU kernel (backend triton or cuda) or a TPU kernel (backend ragged) supports them.
+    GPU kernel (backend triton or cuda) or a TPU kernel (backend ragged) supports them. Experts with adapters are
+    multiplied in a loop on every device.
     """
+    if weights.adapters is not None:
+        num_rows = TILE_ROWS if backend == "tiles" else rows_for(routes, weights.num_experts)
+        return apply_tiles(x_te, routes, weights, gate, num_rows)
     if isinstance(weights.gate, PackedMatrix):
         return loaded().apply(x_te, routes, weights, gate)
     if backend == "tiles":

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.kernels.lora import AdaptedMatrix, adapt
 from jpaged.kernels.matmul import PackedMatrix
 from jpaged.kernels.mixture_kind import GateFunction
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +59,29 @@ def placed(counts_x: jax.Array, first: jax.Array | int, num_matrices: int) -> ja
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
+class ExpertAdapters:
+    """The adapters of one matrix of each expert, each adapter in its slot.
+
+    Attributes:
+        a: `[slots, X * rank, in]`, expert after expert.
+        b: `[slots, X * rank, out]`, including the adapter's scale.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    def adapt(
+        self, x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], expert: Int[Array, ""], num_experts: int
+    ) -> Float[Array, "T F"]:
+        """Return the delta of each row by an expert, float32; zeros if its slot is 0."""
+        rank = self.a.shape[1] // num_experts
+        a, b = (jax.lax.dynamic_slice_in_dim(each, expert * rank, rank, axis=1) for each in (self.a, self.b))
+        base = jax.ShapeDtypeStruct((a.shape[2], b.shape[2]), a.dtype)
+        return adapt(x_te, adapters_t, AdaptedMatrix(base, a, (b,)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of a layer's experts: down(gate(x Wg + bg, x Wu + bu)) + bd.
 
@@ -67,6 +91,7 @@ class ExpertWeights:
         down: `[X, F, E]`, in the same forms.
         gate_bias, up_bias: `[X, F]`, or None.
         down_bias: `[X, E]`, or None.
+        adapters: `ExpertAdapters` of gate, up and down; None if they have no slots.
     """
 
     gate: Any
@@ -75,6 +100,7 @@ class ExpertWeights:
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+    adapters: Any = None
 
     @property
     def num_experts(self) -> int:

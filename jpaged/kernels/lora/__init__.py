@@ -5,6 +5,6 @@ cpu/          the kernel that reads only adapters in use
 """
 
 from jpaged.kernels.lora.cpu import loaded
-from jpaged.kernels.lora.reference import AdaptedMatrix, adapt, joined_vectors, scaled
+from jpaged.kernels.lora.reference import AdaptedMatrix, EmbeddingAdapters, adapt, joined_vectors, scaled
 
-__all__ = ["AdaptedMatrix", "adapt", "joined_vectors", "loaded", "scaled"]
+__all__ = ["AdaptedMatrix", "EmbeddingAdapters", "adapt", "joined_vectors", "loaded", "scaled"]

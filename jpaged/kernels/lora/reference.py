@@ -3,7 +3,7 @@
 Rows are not sorted, and adapters have no separate steps: the program does not depend on the rows' adapters. It reads
 little compared to the matrix: (in + out) * rank numbers per adapter.
 
-`AdaptedMatrix` is a matrix with adapters, each in its own slot.
+`AdaptedMatrix` is a matrix with adapters, each in a slot. `EmbeddingAdapters` are those of an embedding of ids.
 """
 
 from __future__ import annotations
@@ -83,6 +83,35 @@ def adapt(x_te: Float[Array, "T E"], adapters_t: Int[Array, "T"], matrix: Adapte
         _dot(ranks_tsi[:, :, part * rank : (part + 1) * rank], b, ((1, 2), (0, 1))) for part, b in enumerate(matrix.b)
     ]
     return _joined(deltas, matrix.num_groups, out)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class EmbeddingAdapters:
+    """The adapters of an embedding of ids, next to it.
+
+        a[s - 1][:, id] @ b[s - 1]         is the delta of the embedding of a row's id with adapter slot s
+
+    Attributes:
+        a: `[slots, rank, ids]`.
+        b: one part, `[slots, rank, width]`, including the adapter's scale.
+        vectors: none.
+    """
+
+    a: jax.Array
+    b: tuple[jax.Array, ...]
+    vectors: tuple[jax.Array, ...] = ()
+
+    def add(
+        self, x_te: Float[Array, "T E"], ids_t: Int[Array, "T"], adapters_t: Int[Array, "T"]
+    ) -> Float[Array, "T E"]:
+        """Return embeddings with the delta of each row; unchanged if its slot is 0."""
+        slots_t = jnp.maximum(adapters_t - 1, 0)
+        ranks_ti = self.a[slots_t, :, ids_t].astype(x_te.dtype)
+        has_slot_ts = adapters_t[:, None] == 1 + jnp.arange(len(self.a))
+        ranks_tsi = jnp.where(has_slot_ts[:, :, None], ranks_ti[:, None], 0)
+        summed_te = x_te.astype(jnp.float32) + _dot(ranks_tsi, self.b[0], ((1, 2), (0, 1)))
+        return jnp.where((adapters_t > 0)[:, None], summed_te.astype(x_te.dtype), x_te)
 
 
 def scaled(y: Float[Array, "T ..."], adapters_t: Int[Array, "T"], matrix: AdaptedMatrix) -> Float[Array, "T ..."]:

@@ -16,8 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.errors import InternalError
-from jpaged.kernels import matmul
-from jpaged.kernels.experts import ExpertMap, ExpertsKernel, ExpertWeights, Routes, apply_experts, route
+from jpaged.kernels import lora, matmul
+from jpaged.kernels.experts import (
+    ExpertAdapters,
+    ExpertMap,
+    ExpertsKernel,
+    ExpertWeights,
+    Routes,
+    apply_experts,
+    route,
+)
 from jpaged.kernels.recurrence import RecurrentRows, record_routes
 from jpaged.models import rope
 from jpaged.models.config import Mixture
@@ -64,11 +72,14 @@ class ExpertRouter(Module):
 
     def __call__(self, x_te: jax.Array, rows: Rows) -> jax.Array:
         """Map `[T, E]` to `[T, X]`."""
-        kernel = self.kernel.get_value()
+        kernel = matrix = self.kernel.get_value()
+        kernel = matrix.base if isinstance(matrix, lora.AdaptedMatrix) else matrix
         if isinstance(kernel, matmul.PackedMatrix):
             logits_tx = matmul.loaded().multiply(x_te, kernel, rows.num_in_use, dtype=np.dtype(np.float32))
         else:
             logits_tx = dot(x_te, kernel, 0)
+        if isinstance(matrix, lora.AdaptedMatrix) and rows.adapters_t is not None:
+            logits_tx = logits_tx + lora.adapt(x_te, rows.adapters_t, matrix)
         return logits_tx if self.bias is None else logits_tx + self.bias[...].astype(jnp.float32)
 
 
@@ -96,8 +107,13 @@ class Experts(Module):
     def weights(self) -> ExpertWeights:
         """The arrays."""
         linears = (self.gate or self.up, self.up, self.down)
-        biases = (None if linear.bias is None else linear.bias[...] for linear in linears)
-        return ExpertWeights(*(linear.kernel.get_value() for linear in linears), *biases)
+        biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
+        kernels = [linear.kernel.get_value() for linear in linears]
+        if not isinstance(kernels[0], lora.AdaptedMatrix):
+            return ExpertWeights(*kernels, *biases)
+        weights = ExpertWeights(*(kernel.base for kernel in kernels), *biases)
+        adapters = tuple(ExpertAdapters(kernel.a, kernel.b[0]) for kernel in kernels)
+        return dataclasses.replace(weights, adapters=adapters)
 
 
 class SharedExpert(Module):
@@ -163,7 +179,10 @@ class MixtureOfExperts(Module):
 
         Sums are made in float32 and rounded once.
         """
-        is_packed = isinstance(self.router.kernel.get_value(), matmul.PackedMatrix)
+        kernel_of_router = self.router.kernel.get_value()
+        if isinstance(kernel_of_router, lora.AdaptedMatrix):
+            kernel_of_router = kernel_of_router.base
+        is_packed = isinstance(kernel_of_router, matmul.PackedMatrix)
         before = norm.for_kernel if is_packed and norm is not None else None
         if before is not None:
             h_te = matmul.loaded().normalise(x_te, before, rows.num_in_use)
@@ -172,6 +191,7 @@ class MixtureOfExperts(Module):
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
         logits_tx = self.router(h_te, rows)
         routes = route(logits_tx, self.mixture.routing, rows.num_in_use, choice_bias, rows.is_used_t)
+        routes = dataclasses.replace(routes, adapters_t=rows.adapters_t)
         weighed_te = h_te
         if self.mixture.weighs_inputs:
             weighed_te = (h_te.astype(jnp.float32) * routes.weights_tk).astype(h_te.dtype)

@@ -144,7 +144,7 @@ class NormedExperts(MixtureOfExperts):
         scores_te = self.router_norm(x_te) * jnp.asarray(x_te.shape[1] ** -0.5, x_te.dtype)
         routes = route(self.router(scores_te, rows), self.mixture.routing, rows.num_in_use, None, rows.is_used_t)
         factors_tk = self.factors[...].astype(jnp.float32)[routes.ids_tk]
-        routes = dataclasses.replace(routes, weights_tk=routes.weights_tk * factors_tk)
+        routes = dataclasses.replace(routes, weights_tk=routes.weights_tk * factors_tk, adapters_t=rows.adapters_t)
         h_te = norm(x_te)
         if self.expert_map is not None:
             routes = self.expert_map.value.apply(routes, h_te)

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jpaged.checkpoints.adapters import AdapterReader, Patterns
+from jpaged.checkpoints.adapters import AdapterReader
 from jpaged.checkpoints.hub import read_config, read_scheme
 from jpaged.checkpoints.quantized.scheme import read_matrix
 from jpaged.checkpoints.weights import open_tensors
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
 from jpaged.models.hf_config import from_hf
+from jpaged.models.lora import Patterns
 from jpaged.models.model import Model
 from tests.checkpoints.quantized.layouts import LAYOUTS, write_quantized
 from tests.checkpoints.quantized.test_layouts import case_of
-from tests.models.adapters import TinyAdapter
+from tests.models.adapters import ExpertAdapter, TinyAdapter
 from tests.models.tiny import tensors as base_tensors
 from tests.models.tiny import tiny_case, write_checkpoint
 
@@ -187,6 +188,185 @@ def test_the_output_matrix_has_an_adapter_if_there_is_room(name: str, tmp_path: 
         replace(read, has_output=False)(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied"])
+def test_the_embedding_has_an_adapter_if_there_is_room(name: str, tmp_path: Path) -> None:
+    case = tiny_case(name)
+    adapter = TinyAdapter(case, "input", modules="embed_tokens", has_input=True)
+    read = AdapterReader(Model(from_hf(case.config), np.dtype(np.float32)), "loop", 2, 8, has_input=True)
+    a, (b,) = read(adapter.write(tmp_path)).matrices["embed", "adapters"]
+    own = adapter.tensors()
+    want = own["base_model.model.model.embed_tokens.lora_embedding_A"]
+    np.testing.assert_array_equal(a[:4, : want.shape[1]], want)
+    assert not a[:, want.shape[1] :].any()
+    assert a.shape[1] % 2 == 0, "the embedding is padded for two devices"
+    want = own["base_model.model.model.embed_tokens.lora_embedding_B"].T * np.float32(1.5)
+    np.testing.assert_allclose(b[:4], want, rtol=1e-6)
+    with pytest.raises(Unsupported, match=r"embed_tokens: .* start the server with --enable-embedding-lora, or merge"):
+        replace(read, has_input=False)(str(tmp_path))
+    change(tmp_path, lambda own: own.update({"base_model.model.model.embed_tokens.lora_magnitude_vector": ONES}))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(Unsupported, match="embed_tokens: DoRA and biases of embeddings"):
+        replace(read, has_vectors=True)(str(tmp_path))
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["rows", "copy"])
+@pytest.mark.parametrize("name", ["llama_gqa_bias", "llama3_tied"])
+def test_replaced_rows_are_an_adapter_of_their_number(name: str, is_copy: bool, tmp_path: Path) -> None:
+    """A tied output matrix follows rows, and no copy that PEFT saved of one module."""
+    case, ids = tiny_case(name), (7, 2, 40)
+    model, base = Model(from_hf(case.config), np.dtype(np.float32)), write_checkpoint(case, tmp_path / "base")
+    read = AdapterReader(model, "loop", 1, 3, has_output=True, has_input=True, checkpoint=base)
+    adapter = TinyAdapter(case, "rows", 3, modules="down_proj", tokens=ids)
+    path, new = adapter.write(tmp_path / "rows"), adapter.tensors()[f"{EMBED}.token_adapter.trainable_tokens_delta"]
+    embedding = base_tensors(case)["model.embed_tokens.weight"]
+    if is_copy:
+        path = replace(adapter, tokens=()).write(tmp_path / "rows", modules_to_save=["embed_tokens"])
+        changed = embedding.copy()
+        changed[list(ids)] = new
+        store(tmp_path / "rows", "model.embed_tokens.weight", changed)
+    matrices = read(path).matrices
+    a, (b,) = matrices["embed", "adapters"]
+    want = np.zeros_like(embedding)
+    want[list(ids)] = new - embedding[list(ids)]
+    np.testing.assert_allclose(a.T @ b, want, atol=1e-6)
+    output = ("embed" if name == "llama3_tied" else "lm_head"), "embedding"
+    a, (b,) = matrices[output]
+    want = want if name == "llama3_tied" and not is_copy else np.zeros_like(want)
+    np.testing.assert_allclose((a.T @ b).T, want, atol=1e-6)
+    with pytest.raises(Unsupported, match=r"replaces rows of .* start the server with --enable-embedding-lora"):
+        replace(read, has_input=False)(path)
+    adapter = replace(adapter, rank=2)
+    adapter.write(tmp_path / "rows", trainable_token_indices=None if is_copy else list(ids), modules_to_save=None)
+    if is_copy:
+        store(tmp_path / "rows", "model.embed_tokens.weight", changed)
+    with pytest.raises(
+        JpagedError, match="in more rows than max_lora_rank" if is_copy else "3 rows; max_lora_rank is 2"
+    ):
+        replace(read, max_rank=2)(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modules_to_save": ["score"]}, "modules_to_save has 'score'; copies are supported only of embed_tokens"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save has 'lm_head', but adapter_model.safetensors has no copy"),
+        ({"trainable_token_indices": [1, 2]}, r"delta has shape \[3, 48\]; the model .* require \[2, 48\]"),
+        ({"trainable_token_indices": [1, 2, 999]}, "replaces the row of token 999; the model has"),
+        ({"trainable_token_indices": [1, 2, 2]}, "trainable_token_indices: has an id twice"),
+        ({"trainable_token_indices": {"q_proj": [1]}}, "has 'q_proj'; it must have only embed_tokens and lm_head"),
+        ({"trainable_token_indices": "all"}, "is 'all'; it must be a token id or a list"),
+        (
+            {"target_parameters": ["mlp.experts.down_proj"]},
+            "mlp.experts.down_proj': adapters of experts and routers are not",
+        ),
+    ],
+)
+def test_replaced_rows_that_cannot_be_are_refused(
+    settings: dict[str, Any], message: str, with_vectors: AdapterReader, tmp_path: Path
+) -> None:
+    path = TinyAdapter(CASE, "bad", modules="down_proj", tokens=(1, 2, 3)).write(tmp_path, **settings)
+    with pytest.raises(JpagedError, match=message):
+        replace(with_vectors, has_vectors=False, has_input=True, has_output=True)(path)
+
+
+EXPERTS = ExpertAdapter(tiny_case("mixtral"), "experts")
+GATE = ("layers", 0, "mlp", "experts", "gate", "kernel")
+
+
+@pytest.fixture(scope="module")
+def with_experts() -> AdapterReader:
+    """A reader for slots of experts."""
+    model = Model(from_hf(EXPERTS.case.config), np.dtype(np.float32))
+    return AdapterReader(model, "loop", 1, 4, has_vectors=True, has_experts=True)
+
+
+def test_adapters_of_experts_are_the_same_from_every_release(with_experts: AdapterReader, tmp_path: Path) -> None:
+    late = with_experts(EXPERTS.write(tmp_path / "late"))
+    early = with_experts(replace(EXPERTS, is_early=True).write(tmp_path / "early"))
+    assert late.matrices.keys() == early.matrices.keys()
+    num_experts, width = 4, 4 * 4
+    for path, (a, (b, *_)) in late.matrices.items():
+        others = early.matrices[path]
+        if "experts" not in path:
+            assert a.any() == ("router" in path)
+            continue
+        assert len(a) == len(b) == width
+        products, of_early = (
+            x.reshape(num_experts, 4, -1).swapaxes(1, 2) @ y.reshape(num_experts, 4, -1)
+            for x, y in ((a, b), (others[0], others[1][0]))
+        )
+        assert products.any()
+        np.testing.assert_allclose(products, of_early, rtol=1e-5, atol=1e-6)
+
+
+def test_a_square_matrix_of_experts_depends_on_the_release(tmp_path: Path) -> None:
+    """Its A and B have the same sizes, however PEFT took it."""
+    config = replace(from_hf(EXPERTS.case.config))
+    width = config.mixture.width if config.mixture is not None else 0
+    config = replace(config, hidden_size=width)
+    read = AdapterReader(Model(config, np.dtype(np.float32)), "loop", 1, 4, has_experts=True)
+    rng, found = np.random.default_rng(3), {}
+    name, settings = "base_model.model.model.layers.0.mlp.experts.lora_{}.weight", dict(EXPERTS.config())
+    first, second = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((4 * 3, width), (width, 3 * 4)))
+    save_file({name.format("A"): first, name.format("B"): second}, tmp_path / "adapter_model.safetensors")
+    for version in ("0.18.1", "0.21.0"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "peft_version": version}))
+        found[version] = read(str(tmp_path)).matrices[(*GATE[:4], "down", "kernel")][0].reshape(4, 4, width)
+    np.testing.assert_array_equal(found["0.21.0"][:, :3], first.reshape(4, 3, width))
+    exchanged = second.reshape(width, 3, 4).transpose(2, 1, 0)
+    np.testing.assert_allclose(found["0.18.1"][:, :3], exchanged, rtol=1e-6)
+
+
+def test_linear_modules_of_single_experts_have_adapters(with_experts: AdapterReader, tmp_path: Path) -> None:
+    plain = TinyAdapter(EXPERTS.case, "one", modules="q_proj").write(tmp_path)
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.lora_{}.weight"
+    num_experts, width, inner = with_experts.model.abstract_params("loop")["layers"][0]["mlp"]["experts"]["gate"][
+        "kernel"
+    ].shape
+    rng = np.random.default_rng(5)
+    a, b = (rng.normal(0, 1, shape).astype(np.float32) for shape in ((4, width), (inner, 4)))
+    store(tmp_path, name.format("A"), a)
+    store(tmp_path, name.format("B"), b)
+    found, (other,) = with_experts(plain).matrices[GATE]
+    np.testing.assert_array_equal(found.reshape(num_experts, 4, width)[2], a)
+    np.testing.assert_allclose(other.reshape(num_experts, 4, inner)[2], b.T * np.float32(1.5), rtol=1e-6)
+    assert np.count_nonzero(found) == a.size
+    with pytest.raises(Unsupported, match=r"w1: adapters of experts and routers .* with --enable-expert-lora"):
+        replace(with_experts, has_experts=False)(plain)
+
+
+def add_twice(own: dict[str, np.ndarray]) -> None:
+    for which in "AB":
+        own[f"{LAYER}experts.base_layer.base_layer.lora_{which}.weight"] = (
+            own[f"{LAYER}experts.lora_{which}.weight"] + 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda own: own.update({f"{LAYER}experts.base_layer.lora_A.weight": ONES[None]}), "are of no matrix of the"),
+        (
+            add_twice,
+            "two adapters of experts' down",
+        ),
+        (lambda own: own.pop(f"{LAYER}experts.lora_A.weight"), "experts has no lora_A.weight"),
+        (lambda own: own.update({f"{LAYER}gate.base_layer.bias": ONES[:4]}), "DoRA and biases of embeddings, experts"),
+    ],
+    ids=["sizes", "twice", "half", "bias of a router"],
+)
+def test_adapters_of_experts_that_cannot_be_are_refused(
+    edit: Callable[[dict[str, np.ndarray]], Any], message: str, with_experts: AdapterReader, tmp_path: Path
+) -> None:
+    path = EXPERTS.write(tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(JpagedError, match=message):
+        with_experts(path)
+
+
+LAYER = "base_model.model.model.layers.0.mlp."
+EMBED = "base_model.model.model.embed_tokens"
 COPIES = {
     "lm_head.weight": "lm_head.weight",
     "model.embed_tokens.base_layer.weight": "model.embed_tokens.weight",
@@ -202,7 +382,7 @@ def test_copies_of_embeddings_are_accepted_if_they_are_the_models(with_vectors: 
     for key, name in COPIES.items():
         store(tmp_path, key, base[name] + np.float32(1e-3))
         with pytest.raises(
-            Unsupported, match=rf"{key} replaces (lm_head|embed_tokens) .* with other numbers, .* merge"
+            Unsupported, match=rf"{key} replaces (lm_head|embed_tokens) .* with other numbers in more rows .* merge"
         ):
             read(path)
         store(tmp_path, key, base[name][1:])
@@ -245,7 +425,6 @@ def test_the_class_that_was_trained_does_not_matter(prefix: str, pattern: str, t
     [
         ({"use_dora": True}, Unsupported, "use_dora is True; DoRA is not supported"),
         ({"bias": "all"}, Unsupported, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, Unsupported, r"modules_to_save is \['lm_head'\]"),
         ({"peft_type": "IA3"}, Unsupported, "peft_type is 'IA3'; only LORA"),
         ({"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights is 'pissa'; it changes the weights"),
         ({"new_trick": 3}, Unsupported, "unknown setting new_trick=3"),
@@ -338,12 +517,12 @@ def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
         (
             add("base_model.model.lm_head.lora_{}.weight"),
             Unsupported,
-            "lm_head: adapters of embeddings and lm_head are not supported",
+            "lm_head: adapters of lm_head are not supported",
         ),
         (
             add("base_model.model.a.lora_{}.weight", "base_model.model.lm_head.lora_{}.weight"),
             Unsupported,
-            ": lm_head: adapters of embeddings",
+            ": lm_head: adapters of lm_head",
         ),
         (
             add(*(f"base_model.model.{module}.lora_{{}}.weight" for module in "abcdefg")),
@@ -364,7 +543,7 @@ def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
         (
             add("base_model.model.model.embed_tokens.lora_embedding_{}"),
             Unsupported,
-            "of embeddings and lm_head are not",
+            "embed_tokens: adapters of embeddings are not",
         ),
     ],
     ids=["half", "empty", "infinite", "lm_head", "one known", "many", "long", "layer", "vision", "embedding"],

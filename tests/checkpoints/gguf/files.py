@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "nemotron": "NEMOTRON",
     "ernie4_5": "ERNIE4_5",
     "lfm2": "LFM2",
+    "gpt_oss": "GPT_OSS",
 }
 """The package's names, by those that Hugging Face has for types of models."""
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,)} | {
@@ -75,6 +76,7 @@ _DEFAULTS: dict[str, tuple[float, float, float]] = {
     "lfm2": (1e-5, 1e6, 1.0),
     "mixtral": (1e-5, 1e6, 1.0),
     "phi3": (1e-5, 1e4, 1.0),
+    "gpt_oss": (1e-5, 1.5e5, 1.0),
 }
 """What a config without them means: the epsilon of norms, the base of rotations, and the part of heads rotated."""
 _SAME = {
@@ -239,6 +241,8 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     if config["model_type"] == "gpt2":
         return {}
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if config["model_type"] == "gpt_oss":
+        scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     _, default, part = _DEFAULTS.get(config["model_type"], (0.0, 10000.0, 1.0))
     theta = config.get("rope_theta", config.get("rotary_emb_base", scaling.get("rope_theta", default)))
     if "full_attention" in scaling:
@@ -281,6 +285,9 @@ def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> di
     names = gguf.get_tensor_name_map(architecture, 16)
     found: dict[str, tuple[np.ndarray, Undo]] = {}
     experts: dict[str, list[tuple[str, np.ndarray]]] = {}
+    if config["model_type"] == "gpt_oss":
+        model, pairs = _without_pairs(model)
+        found |= pairs
     for name, tensor in model.items():
         if numbered := re.search(r"(experts\.|layernorm\.norms\.)\d+\.", name):
             joint = name.replace(numbered[0], numbered[1].replace("norms.", ""))
@@ -294,6 +301,40 @@ def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> di
         assert mapped is not None, name
         found[mapped] = np.stack([tensor for _, tensor in stack]), _unstack([each for each, _ in stack])
     return found
+
+
+def _without_pairs(model: Tensors) -> tuple[Tensors, dict[str, tuple[np.ndarray, Undo]]]:
+    """The other tensors of gpt-oss, and those of its experts by their names in a file: gates and ups apart."""
+    others, found = dict[str, np.ndarray](), dict[str, tuple[np.ndarray, Undo]]()
+    kept: dict[str, dict[int, np.ndarray]] = {}
+
+    def undo_swap(name: str) -> Undo:
+        return lambda stored: {name: stored.swapaxes(stored.ndim > 1, -1)}
+
+    def undo_half(name: str, half: int) -> Undo:
+        def undo(stored: np.ndarray) -> Tensors:
+            halves = kept.setdefault(name, {})
+            halves[half] = stored.swapaxes(1, -1)
+            both = np.stack([halves.get(index, halves[half]) for index in range(2)], axis=-1)
+            return {name: both.reshape(*both.shape[:-2], -1)}
+
+        return undo
+
+    for name, tensor in model.items():
+        part = re.fullmatch(r"model\.layers\.(\d+)\.(mlp\.experts\.(gate_up|down)_proj(_bias)?|self_attn\.sinks)", name)
+        if part is None:
+            others[name] = tensor
+            continue
+        end, turned = ("bias" if part[4] else "weight"), np.ascontiguousarray(tensor.swapaxes(tensor.ndim > 1, -1))
+        if part[3] is None:
+            found[f"blk.{part[1]}.attn_sinks.weight"] = tensor, undo_swap(name)
+        elif part[3] == "down":
+            found[f"blk.{part[1]}.ffn_down_exps.{end}"] = turned, undo_swap(name)
+        else:
+            for half, kind in enumerate(("gate", "up")):
+                own = np.ascontiguousarray(turned[:, half::2])
+                found[f"blk.{part[1]}.ffn_{kind}_exps.{end}"] = own, undo_half(name, half)
+    return others, found
 
 
 def _unstack(names: list[str]) -> Undo:

@@ -24,7 +24,7 @@ NAMES = (
     *("qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma2", "gemma3", "phi3", "phi3_long", "phi3_short"),
     *("gpt2", "gpt_neox", "gpt_neox_sequential", "starcoder2", "starcoder2_unbiased"),
     *("arcee", "smollm3", "granite", "olmo2", "olmo3", "glm4", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere"),
-    *("cohere2", "stablelm", "stablelm_parallel", "nemotron", "ernie4_5", "lfm2"),
+    *("cohere2", "stablelm", "stablelm_parallel", "nemotron", "ernie4_5", "lfm2", "gpt_oss"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import gguf
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, PACKED_TYPES, joint_form
 from jpaged.checkpoints.gguf.file import open_gguf
+from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.hub import find_folder, read_config, read_scheme
 from jpaged.checkpoints.weights import check_tensors, load_params, open_tensors
 from jpaged.device.linear import LeafPacker, pack_params
@@ -320,6 +322,46 @@ def test_experts_keep_the_blocks_of_their_stack(tmp_path: Path) -> None:
     assert {each["gate"]["kernel"].values.dtype.name for each in kept} == {"int8"}
     assert {each["up"]["kernel"].values.dtype.name for each in kept} == {"int4"}
     assert not any(is_quantized(each["down"]["kernel"]) for each in kept)
+
+
+def gpt_oss() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """gpt-oss with experts of whole blocks."""
+    config, tensors = checkpoint("gpt_oss")
+    config["intermediate_size"] = 64
+    wide = {48: 64, 96: 128}
+    for name in (name for name in tensors if ".experts." in name):
+        for axis, size in enumerate(tensors[name].shape):
+            tensors[name] = np.take(tensors[name], np.arange(wide.get(size, size)) % size, axis)
+    return config, tensors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("up", ["MXFP4", "Q8_0"])
+def test_experts_of_gpt_oss_keep_their_blocks_if_gates_and_ups_have_one_type(up: str, tmp_path: Path) -> None:
+    model, kinds = gpt_oss(), {"ffn_gate_exps": "MXFP4", "ffn_up_exps": up, "ffn_down_exps": "MXFP4"}
+
+    def kind(name: str, shape: tuple[int, ...]) -> str:
+        return kinds.get(name.split(".")[-2], "Q8_0") if len(shape) > 1 and name.endswith("weight") else "F32"
+
+    plain = write_gguf(model, tmp_path / "model.gguf", lambda name, shape: kind(name.replace("gate_inp.", "."), shape))
+    got, want = load(tmp_path / "model.gguf"), load(write_plain(model[0], plain, tmp_path / "plain"))
+    assert_same_weights(got[1], want[1])
+    kept = [each["mlp"]["experts"] for each in got[1]["layers"]]
+    assert {each["down"]["kernel"].values.dtype.name for each in kept} == {"float4_e2m1fn"}
+    assert all(is_quantized(each["gate"]["kernel"]) == (up == "MXFP4") for each in kept)
+    assert_same_logits(got, want)
+    where = place(got[0], 2)
+    halves = load_params(got[0], tmp_path / "model.gguf", "loop", num_parts=2, shardings=where.shardings)
+    assert_same_logits((where.model, halves), want)
+
+
+def test_gates_without_ups_are_refused(tmp_path: Path) -> None:
+    config, tensors = gpt_oss()
+    write_gguf((config, tensors), tmp_path / "model.gguf", of_kind("F32"))
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"blk.0.ffn_up_exps.weight", b"blk.0.ffn_up_exqs.weight"))
+    with pytest.raises(InvalidArgument, match=r"model.gguf: tensor blk.0.ffn_up_exps.weight is missing"):
+        read_model(tmp_path / "model.gguf").tensors().read("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 128))
 
 
 @pytest.mark.long

@@ -71,6 +71,7 @@ class Served:
             5,
             has_vectors=chosen.lora.enable_dora,
             has_output=chosen.lora.enable_lm_head_lora,
+            has_input=chosen.lora.enable_embedding_lora,
             checkpoint=folder / "base",
         )
         self.adapters = [read(adapter.write(folder / adapter.name)) for adapter in adapters]
@@ -182,6 +183,8 @@ def test_xla_and_several_devices_give_the_same_tokens(folder: Path, options: dic
 FORMS = (
     TinyAdapter(CASE, "dora and lm_head", settings={"use_dora": True}, has_output=True),
     TinyAdapter(CASE, "biases", 5, 2.0, "q_proj|down_proj", {"bias": "all", "lora_bias": True}),
+    TinyAdapter(CASE, "embeddings", 3, 6.0, "q_proj|lm_head|embed_tokens", has_output=True, has_input=True),
+    TinyAdapter(CASE, "rows", 2, 6.0, "q_proj", tokens=(CASE.prompt()[1], CASE.prompt()[4], 5)),
 )
 
 
@@ -192,14 +195,15 @@ FORMS = (
 )
 @pytest.mark.long
 def test_other_forms_run_next_to_each_other_and_the_base(tmp_path: Path, options: dict[str, Any]) -> None:
-    served = Served(tmp_path, FORMS, enable_dora=True, enable_lm_head_lora=True, **options)
+    room = {"enable_dora": True, "enable_lm_head_lora": True, "enable_embedding_lora": True, "max_loras": 4}
+    served = Served(tmp_path, FORMS, **room, max_num_seqs=5, **options)
     for slot, adapter in enumerate(served.adapters, 1):
         served.executor.load_adapter(slot, adapter)
     prompt, folders = CASE.prompt()[:6], [tmp_path / "base"]
     folders += [adapter.write_merged(tmp_path / f"{adapter.name}-merged") for adapter in FORMS]
     want = [dense.greedy(MODEL, load_params(MODEL, one, "loop"), prompt, NUM_TOKENS) for one in folders]
     assert len(set(map(tuple, want))) == len(want), "they differ"
-    slots, driver = (2, 0, 1, 2), served.driver
+    slots, driver = (2, 3, 0, 1, 4), served.driver
     sequences = [served.sequence(slot) for slot in slots]
     for _ in range(2):
         served.step(sequences)

@@ -18,7 +18,7 @@ from jpaged.errors import InvalidArgument, NotFound, Unsupported
 from jpaged.llm import TokensPrompt
 from jpaged.server.lifecycle import Server
 from tests.e2e.rig import check_at_rest, generate, open_llm, random_prompts
-from tests.models.adapters import TinyAdapter
+from tests.models.adapters import ExpertAdapter, TinyAdapter
 from tests.models.tiny import tiny_case, write_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("quick_programs")]
@@ -174,3 +174,34 @@ def test_adapters_of_the_start_that_cannot_be_stop_it(folder: Path) -> None:
         LLM(str(folder / "base"), lora=[f"x={folder / 'dora'}"], **SIZES)
     with pytest.raises(InvalidArgument, match=r"rank 5; max_lora_rank is 4"):
         LLM(str(folder / "base"), lora=[f"c={folder / 'c'}"], max_lora_rank=4, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_early", "options"),
+    [
+        ("mixtral", False, {}),
+        ("mixtral", True, {"tensor_parallel_size": 2}),
+        ("mixtral", False, {"pipeline_parallel_size": 3}),
+        ("qwen3_moe", True, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("gpt_oss", False, {}),
+        ("gpt_oss", False, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_experts_and_routers_have_adapters(name: str, is_early: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Rows of two adapters of experts, and rows without one, in the same steps."""
+    case = tiny_case(name)
+    adapters = [ExpertAdapter(case, "a", is_early=is_early), ExpertAdapter(case, "b", 4, 8.0, is_early)]
+    folders = [write_checkpoint(case, tmp_path / "base")]
+    folders += [adapter.write_merged(tmp_path / f"{adapter.name}-merged") for adapter in adapters]
+    want = []
+    for folder in folders:
+        with open_llm(folder, **SIZES) as llm:
+            want.append([output.token_ids for output in generate(llm, PROMPTS, GREEDY)])
+    assert len({str(of_one) for of_one in want}) == len(folders), "they differ"
+    lora = [f"{adapter.name}={adapter.write(tmp_path / adapter.name)}" for adapter in adapters]
+    room = {"lora": lora, "max_loras": 2, "max_lora_rank": 4, "enable_expert_lora": True}
+    with open_llm(folders[0], **room, **SIZES, **options) as llm:
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS for _ in range(3)]
+        outputs = llm.generate(prompts, GREEDY, adapter=[adapter for _ in PROMPTS for adapter in (None, "a", "b")])
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert found == [of_one[i] for i in range(len(PROMPTS)) for of_one in want]
