@@ -20,12 +20,15 @@ _SLICE = 1 << 18
 """Numbers checked in one pass, so that they and the result fit into the processor's cache."""
 
 
-def check_finite(leaf: jax.Array) -> Callable[[], bool]:
+def check_finite(leaf: jax.Array | np.ndarray) -> Callable[[], bool]:
     """Start to check a leaf. The returned function returns True if this process's part is finite.
 
     On a CPU the check runs at once: the leaf was just written, and no program must be compiled for its shape. Other
     devices check concurrently.
     """
+    if isinstance(leaf, np.ndarray):
+        is_finite = _is_finite(leaf.ravel("K"))
+        return lambda: is_finite
     devices: set[jax.Device] = leaf.sharding.device_set
     if all(device.platform == "cpu" for device in devices):
         is_finite = finite_on_host(leaf)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,7 +49,7 @@ from jpaged.checkpoints.tensor_files import (
     unsupported_dtype,
 )
 from jpaged.errors import InternalError, InvalidArgument, Unsupported
-from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, map_huge_pages
+from jpaged.kernels.matmul.packed import PackedMatrix, StoredColumns, empty_array
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, abstract_matrix
 from jpaged.kernels.matrix_format import LARGEST, VALUE_DTYPES, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization, VisionConfig
@@ -249,6 +248,7 @@ class LeafReader:
 
     Args:
         packer: packs leaves of JAX arrays on their devices; None copies them to the host first.
+        keeps_rows: kernels are returned as NumPy arrays whose first axis is adjacent in memory, as in the files.
     """
 
     def __init__(
@@ -261,6 +261,7 @@ class LeafReader:
         shardings: Params | None,
         pack_stored: PackStored | None,
         packer: DevicePacker | None = None,
+        keeps_rows: bool = False,
     ) -> None:
         quantization = model.config.quantization
         self._files = files
@@ -270,6 +271,7 @@ class LeafReader:
         self._shardings = shardings
         self._pack_stored = pack_stored
         self._packer = packer
+        self._keeps_rows = keeps_rows and num_parts == 1
         self._split = None if quantization is None else quantization.split(num_parts)
         self._read_matrix = _read_matrix(files, scheme, quantization, model.dtype)
         self._checks: list[tuple[Callable[[], bool], Sequence[Leaf], TensorSource]] = []
@@ -290,8 +292,11 @@ class LeafReader:
             return _put_parts(parts, placed)
         weights = self._files if self._scheme is None else Dequantized(self._files, self._scheme, tuple(leaves))
         source = _LeafSource(weights, leaves, is_stacked, leaves[0].dtype or dtype, split)
-        array = None
-        if self._packer is not None and weights is self._files and isinstance(placed, NamedSharding | Format):
+        array: Any = None
+        has_rows = path[-1] == "kernel" and leaves[0].axes[0] not in EXPERT_AXES and source.shape == leaves[0].shape
+        if self._keeps_rows and has_rows:
+            array = source.read_rows()
+        elif self._packer is not None and weights is self._files and isinstance(placed, NamedSharding | Format):
             array = self._packer.pack(source, path, placed)
         if array is None:
             array = put(source.shape, source.read, placed)
@@ -531,6 +536,7 @@ class WeightReader:
                 shardings=self.shardings,
                 pack_stored=self.pack_stored,
                 packer=self._packer,
+                keeps_rows=not self.packs_on_device,
             )
             scales = find_kv_scales(files, model_leaves(config, files.names).layers) if self.has_kv_scales else None
             complete = len(groups) == len(every)
@@ -837,6 +843,13 @@ class _LeafSource:
         begin, end, _ = index[self.split.axis + self.is_stacked].indices(self.split.wide_size)
         return self.split.padded(own._pack(slice(*self.split.source(begin, end))), begin, end)
 
+    def read_rows(self) -> np.ndarray:
+        """Return the whole leaf, with its first axis adjacent in memory."""
+        (leaf,) = self.leaves
+        rows = empty_array((*leaf.shape[1:], leaf.shape[0]), np.dtype(self.dtype))
+        self._fill(leaf, np.moveaxis(rows, -1, 0), slice(None) if self.split is None else slice(0, self.split.size))
+        return np.moveaxis(rows, -1, 0)
+
     def trace(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the whole leaf from its tensors, as traced arrays in the order of the leaves."""
         rest, built = iter(arrays), []
@@ -858,13 +871,17 @@ class _LeafSource:
         shape = list(self.leaves[0].shape)
         if self.split is not None:
             shape[self.split.axis] = part.stop - part.start
-        stack = _empty_array((len(self.leaves), *shape), np.dtype(self.dtype))
-        read = read_weight if jnp.issubdtype(self.dtype, jnp.floating) else read_integers
+        stack = empty_array((len(self.leaves), *shape), np.dtype(self.dtype))
         for array, leaf in zip(stack, self.leaves, strict=True):
-            tensors = [read(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
-            with np.errstate(over="ignore"):  # float16: infinities are refused with the tensor's name
-                leaf.pack(tensors, array)
+            self._fill(leaf, array, part)
         return stack if self.is_stacked else stack[0]
+
+    def _fill(self, leaf: Leaf, array: np.ndarray, part: slice) -> None:
+        """Read the tensors of a part of a leaf into an array."""
+        read = read_weight if jnp.issubdtype(self.dtype, jnp.floating) else read_integers
+        tensors = [read(self.files, name, stored, self._cut(leaf, stored, part)) for name, stored in leaf.tensors]
+        with np.errstate(over="ignore"):  # float16: infinities are refused with the tensor's name
+            leaf.pack(tensors, array)
 
     def _cut(self, leaf: Leaf, stored: tuple[int, ...], part: slice) -> tuple[slice, ...]:
         if self.split is None or part == slice(0, self.split.size):
@@ -873,20 +890,6 @@ class _LeafSource:
         assert axis is not None  # `_pack` has read those completely
         begin, end = (place * stored[axis] // self.split.size for place in (part.start, part.stop))
         return (*(slice(None),) * axis, slice(begin, end))
-
-
-_HUGE_FROM_BYTES = 4 << 20
-
-
-def _empty_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a new array, in huge pages if it is large: writing to new small pages takes three times as long.
-
-    A CPU device uses such an array in place, because it is aligned to a cache line.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_FROM_BYTES:
-        return np.empty(shape, dtype)
-    return map_huge_pages(num_bytes).view(dtype).reshape(shape)
 
 
 def _find(params: Any, path: LeafPath) -> Any:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import ActivationDtype, LinearBackend
@@ -116,6 +117,8 @@ def leaf_for(step: Step, packer: LeafPacker | None, path: tuple[str | int, ...],
     """Return one leaf as `params_for` returns all; `current` has its form, and no adapters."""
     if packer is not None and isinstance(current, PackedMatrix) and not isinstance(leaf, PackedMatrix):
         return packer.pack(tuple(name for name in path if isinstance(name, str)), leaf)
+    if isinstance(leaf, np.ndarray):
+        leaf = jax.device_put(np.ascontiguousarray(leaf), current.sharding)
     return whole_bytes({"leaf": leaf})["leaf"] if first_device(step.mesh).platform == "cpu" else leaf
 
 

@@ -273,10 +273,7 @@ def sleep_routes(service: Service) -> list[Route]:
         mode: Any = request.query_params.get("mode", "keep")
         check_mode(mode)  # before a long body
         named = check_version(request.query_params.get("version"))
-        with service.receive_weights() as upload:
-            async for part in iter_content(request):
-                await service.write_weights(upload, part)
-            version = await service.update_weights(upload, mode, named)
+        version = await service.update_received_weights(iter_content(request), mode, named)
         return JSON({"success": True, "message": "the weights were replaced", "weight_version": version})
 
     async def update_weights(request: Request) -> Response:

@@ -308,6 +308,9 @@ def transpose(tensor: np.ndarray, leaf: np.ndarray) -> None:
     if not isinstance(leaf, np.ndarray):  # traced
         leaf[...] = tensor.T
         return
+    if leaf.strides[0] == leaf.itemsize:  # a column is in one piece
+        leaf.T[...] = tensor
+        return
     size = _STRIP if leaf.strides[0] % _PAGE_BYTES else _NARROW_STRIP
     for start in range(0, len(tensor), size):
         leaf[:, start : start + size] = tensor[start : start + size].T

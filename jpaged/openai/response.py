@@ -41,6 +41,7 @@ from jpaged.types import (
     SequenceDelta,
     Usage,
     WeightVersionRun,
+    join_experts,
 )
 
 
@@ -486,6 +487,7 @@ class ChunkBuilder:
         self._usages = [Usage() for _ in job.prompts]
         self._sent_positions: list[list[PositionLogprobs]] = [[] for _ in job.prompts]
         self._begun: set[int] = set()
+        self._experts: dict[int, list[NDArray[Any]]] = {}
         self._offsets: dict[int, TextOffsets] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         self._calls: dict[int, CallStream] = {}
@@ -505,6 +507,8 @@ class ChunkBuilder:
         """
         usage_before, self._usages[number] = self._usages[number], event.usage
         index = number * self._job.sampling.n + event.index
+        if event.routed_experts is not None:
+            self._experts.setdefault(index, []).append(event.routed_experts)
         is_text = event.text and event.finish is None and not (event.reasoning_content or event.tool_calls)
         if is_text and self._is_plain and index in self._begun:
             before, after = self._plain.get(index) or self._made_plain(index)
@@ -582,6 +586,10 @@ class ChunkBuilder:
             choice["stop_reason"] = stopped_by
         if finish is not None and self._has_versions:
             choice |= _versions(event.weight_versions)
+        if finish is not None and index in self._experts:
+            experts = join_experts(self._experts.pop(index))
+            if experts is not None:
+                choice["routed_experts"] = _npy_base64(experts)
         if job.has_token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk(choice, number)

@@ -29,7 +29,6 @@ import enum
 import functools
 import itertools
 import math
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,6 +45,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.core import PauseMode
 from jpaged.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     InvalidArgument,
     JpagedError,
     ModelNotFound,
@@ -265,7 +265,7 @@ class ServiceState:
 
 
 _UPLOAD_TIMEOUT_S = 60.0
-"""Time without a part after which another client may send weights."""
+"""Time without a part after which the weights that a client has sent are dropped."""
 
 
 @contextlib.contextmanager
@@ -312,7 +312,9 @@ class Service:
         self._num_calls = 0
         self._num_several = 0
         self._upload: WeightUpload | None = None
-        self._upload_name, self._upload_s = "", 0.0
+        self._upload_name = ""
+        self._upload_timer: asyncio.TimerHandle | None = None
+        self._sent_update: tuple[str, asyncio.Task[str]] | None = None
 
     @contextlib.asynccontextmanager
     async def generate(self, call: Call, model: LoadedModel | None = None) -> AsyncIterator[RequestHandle]:
@@ -526,24 +528,32 @@ class Service:
             begun = await self._workers.read(begin)
             return await detached(asyncio.wrap_future(begun))
 
-    @contextlib.contextmanager
-    def receive_weights(self) -> Iterator[WeightUpload]:
-        """Return weights to receive, of one client at a time; parts may be written on any thread.
+    async def update_received_weights(
+        self, parts: AsyncIterator[bytes], mode: PauseMode, version: str | int | None
+    ) -> str:
+        """Receive weights on one connection, of one client at a time, and replace the model's; see `update_weights`.
 
         Raises:
+            DeadlineExceeded: the client sent nothing for a minute.
             Unavailable: another client sends weights.
-            Unsupported: as for `update_weights`.
         """
-        upload = self._open_upload("")
+        upload, loop = self._open_upload(""), asyncio.get_running_loop()
         try:
-            yield upload
+            try:
+                async with asyncio.timeout(_UPLOAD_TIMEOUT_S) as limit:
+                    async for part in parts:
+                        await self.write_weights(upload, part)
+                        limit.reschedule(loop.time() + _UPLOAD_TIMEOUT_S)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"no part of the weights arrived for {_UPLOAD_TIMEOUT_S:g} seconds") from error
+            return await self.update_weights(upload, mode, version)
         finally:
             self._close_upload(upload)
 
     async def send_weights(self, name: str, offset: int, part: bytes) -> int:
         """Add a part of the weights that a client sends under its upload id; return the bytes that have arrived.
 
-        A name that is new begins them. A client that sends nothing for a minute has given up.
+        A name that is new begins them. They are dropped if nothing arrives for a minute.
 
         Raises:
             InvalidArgument: the name is empty, or as `WeightUpload.write`.
@@ -555,13 +565,15 @@ class Service:
         upload = self._upload
         if upload is None or name != self._upload_name:
             upload = self._open_upload(name)
-        self._upload_s = time.monotonic()
+        self._stop_upload_timer()
         try:
             await self.write_weights(upload, part, offset)
         except InvalidArgument:
             if not upload.has_header:
                 self._close_upload(upload)
             raise
+        finally:
+            self._start_upload_timer(upload)
         return upload.num_bytes
 
     async def write_weights(self, upload: WeightUpload, part: bytes, offset: int | None = None) -> None:
@@ -575,28 +587,53 @@ class Service:
     async def update_sent_weights(self, name: str, mode: PauseMode, version: str | int | None) -> str:
         """Replace the weights by those that `send_weights` has received, and release them; see `update_weights`.
 
+        Only one call of several with the same name does so; the others return its version.
+
         Raises:
             NotFound: no weights were sent under this name.
         """
-        upload = self._upload
-        if upload is None or name != self._upload_name:
-            raise NotFound(f"upload: no weights were sent as {name[:80]!r}")
+        self._model_to_update("")
+        if self._sent_update is None or self._sent_update[0] != name:
+            upload = self._upload
+            if upload is None or name != self._upload_name:
+                raise NotFound(f"upload: no weights were sent as {name[:80]!r}")
+            self._stop_upload_timer()
+            self._sent_update = name, asyncio.create_task(self._use_upload(upload, mode, version))
+        return await detached(self._sent_update[1])
+
+    async def _use_upload(self, upload: WeightUpload, mode: PauseMode, version: str | int | None) -> str:
         try:
             return await self.update_weights(upload, mode, version)
+        except BaseException:
+            self._sent_update = None
+            raise
         finally:
             self._close_upload(upload)
 
     def _open_upload(self, name: str) -> WeightUpload:
         model = self._model_to_update("")
-        is_open = self._upload is not None
-        if is_open and not (self._upload_name and time.monotonic() > self._upload_s + _UPLOAD_TIMEOUT_S):
+        if self._upload is not None:
             raise Unavailable("another client sends weights: try again")
+        if self._sent_update is not None and self._sent_update[0] == name:
+            self._sent_update = None
         self._upload, self._upload_name = WeightUpload(model.check_weights), name
         return self._upload
 
     def _close_upload(self, upload: WeightUpload) -> None:
         if self._upload is upload:
+            self._stop_upload_timer()
             self._upload, self._upload_name = None, ""
+
+    def _start_upload_timer(self, upload: WeightUpload) -> None:
+        self._stop_upload_timer()
+        if self._upload is upload:
+            loop = asyncio.get_running_loop()
+            self._upload_timer = loop.call_later(_UPLOAD_TIMEOUT_S, self._close_upload, upload)
+
+    def _stop_upload_timer(self) -> None:
+        if self._upload_timer is not None:
+            self._upload_timer.cancel()
+            self._upload_timer = None
 
     def _model_to_update(self, path: str) -> LoadedModel:
         model = self.controlled("UpdateWeights", path, self.state.serving())

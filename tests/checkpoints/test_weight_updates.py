@@ -81,6 +81,41 @@ def test_every_model_is_packed_on_devices(tmp_path: Path, monkeypatch: pytest.Mo
     assert not check_devices(write_checkpoint(case, tmp_path), case.name, monkeypatch)
 
 
+def check_rows(folder: Path, case: TinyCase, dtype: str) -> list[Any]:
+    """Kernels that will be packed keep the order of the files; returns these leaves, which have the same numbers."""
+    given, rows = tensors(case), []
+    wanted = dict(read_of(folder, dtype=dtype).open(given).leaves())
+    for path, leaf in read_of(folder, dtype=dtype, on_device=False).open(given).leaves():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(wanted[path]), err_msg=str(path))
+        if isinstance(leaf, np.ndarray):
+            assert leaf.strides[0] == leaf.itemsize
+            rows.append(path)
+    return rows
+
+
+def test_kernels_for_the_processor_keep_the_order_of_the_files(tmp_path: Path) -> None:
+    case = tiny_case("llama_gqa_bias")
+    rows = check_rows(write_checkpoint(case, tmp_path), case, "bfloat16")
+    assert {path[-2] for path in rows} == {"qkv", "out", "gate_up", "down"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
+def test_kernels_of_every_model_keep_the_order_of_the_files(tmp_path: Path, case: TinyCase) -> None:
+    assert check_rows(write_checkpoint(case, tmp_path), case, "float32")
+
+
+def test_kernels_for_the_processor_must_be_finite(tmp_path: Path) -> None:
+    case = tiny_case("llama_gqa_bias")
+    folder, given = write_checkpoint(case, tmp_path), tensors(case)
+    name = "model.layers.0.mlp.down_proj.weight"
+    given[name] = given[name].copy()
+    given[name][1, 2] = np.nan
+    reader = read_of(folder, on_device=False)
+    with pytest.raises(InvalidArgument, match=f"tensor {name} has 1 of .* numbers that are not finite"):
+        list(reader.open({name: given[name]}).leaves())
+
+
 @pytest.mark.parametrize("layer_mode", ["loop", "scan"])
 def test_a_part_of_the_tensors_updates_the_leaves_that_it_completes(tmp_path: Path, layer_mode: LayerMode) -> None:
     case = tiny_case("llama_mha")

@@ -263,6 +263,19 @@ async def test_weights_are_replaced_by_arrays_that_are_sent() -> None:
         assert await client.update_weights(WEIGHT) == "3"  # nothing is left of those that were refused
 
 
+async def test_an_update_whose_answer_was_lost_is_repeated() -> None:
+    """Calls with the same upload return one version, also at once; the name can be used again for others."""
+    *parts, last = convert.send_weights_calls(WEIGHT, "keep", None)
+    async with running(enable_sleep_mode=True) as harness, AsyncClient(harness.target) as client:
+        for part in parts:
+            await client._run(part)
+        assert {*await asyncio.gather(client._run(last), client._run(last))} == {"1"}
+        assert await client._run(last) == "1"
+        for part in parts:
+            await client._run(part)
+        assert await client._run(last) == "2"
+
+
 @pytest.mark.long
 async def test_another_client_waits_until_weights_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stops halfway changes nothing, and another one may send after a while."""
@@ -278,6 +291,10 @@ async def test_another_client_waits_until_weights_are_sent(monkeypatch: pytest.M
             await client._run(last)
         await client._run(first)
         monkeypatch.setattr(service, "_UPLOAD_TIMEOUT_S", 0.0)
+        await client._run(first)  # drops them at once
+        with pytest.raises(NotFound, match="upload: no weights were sent as"):
+            await client._run(last)
+        monkeypatch.undo()
         assert await client.update_weights(WEIGHT, version="second") == "second"
         with pytest.raises(InvalidArgument, match="upload"):
             await client._run(UnaryCall("SendWeights", control_pb2.SendWeightsRequest(data=b"x"), lambda one: one))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from jpaged.service import service
 from jpaged.testing import FakeExecutor, expected_tokens
 from tests.server.harness import eventually, running
 
@@ -183,6 +184,24 @@ async def test_a_client_that_disconnects_leaves_no_upload(caplog: pytest.LogCapt
             pass
         assert (await client.get("/weight_version")).json() != {"weight_version": "0"}
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_client_that_sends_no_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is released and another client can send, although the connection stays open."""
+    content, kind = save({"weight": np.array([7])}), {"content-type": "application/octet-stream"}
+    monkeypatch.setattr(service, "_UPLOAD_TIMEOUT_S", 0.01)
+
+    harnesses = running(http_port=0, enable_sleep_mode=True)
+    async with harnesses as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        lines = ("POST /update_weights HTTP/1.1", "host: a", f"content-type: {kind['content-type']}")
+        head = "\r\n".join((*lines, f"content-length: {len(content)}", "", "")).encode()
+        writer.write(head + content[:20])
+        answer = await reader.readuntil(b"seconds")
+        assert b" 504 " in answer.splitlines()[0] and b"no part of the weights arrived for 0.01" in answer
+        monkeypatch.undo()
+        assert (await client.post("/update_weights", content=content, headers=kind)).status_code == 200
+        writer.close()
 
 
 async def test_weights_are_sent_in_the_body() -> None:

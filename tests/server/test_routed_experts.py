@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from typing import Any
 
 import httpx2
@@ -33,6 +34,16 @@ def decoded(text: str) -> NDArray[Any]:
     return found
 
 
+async def streamed(http: httpx2.AsyncClient, body: dict[str, Any]) -> NDArray[Any]:
+    """The experts of a stream, which only the last chunk of its choice has."""
+    text = (await http.post("/v1/completions", json={**body, "stream": True})).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    (last,) = (choice for choice in choices if "routed_experts" in choice)
+    assert last["finish_reason"] == "length"
+    return decoded(last["routed_experts"])
+
+
 async def test_both_protocols_return_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(http_port=0, executor=keeping()) as harness, AsyncClient(harness.target) as client:
         (one,) = (await client.complete(prompt_token_ids=PROMPT, sampling=GREEDY)).outputs
@@ -56,11 +67,11 @@ async def test_both_protocols_return_the_same(monkeypatch: pytest.MonkeyPatch) -
             answer = (await http.post("/v1/chat/completions", json=chat)).json()
             length = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
             assert decoded(answer["choices"][0]["routed_experts"]).shape == (length, 3, 2)
-            streamed = (await http.post("/v1/completions", json={**body, "stream": True})).text
-            assert "routed_experts" not in streamed
+            np.testing.assert_array_equal(await streamed(http, body), want)
             refused = await http.post("/v1/completions", json={**body, "routed_experts_prompt_start": 6})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "routed_experts_prompt_start")
-        monkeypatch.setattr(processor, "_MAX_EXPERT_BYTES", 20)  # several messages
+            monkeypatch.setattr(processor, "_MAX_EXPERT_BYTES", 20)  # several messages
+            np.testing.assert_array_equal(await streamed(http, body), want)
         (one,) = (await client.complete(prompt_token_ids=PROMPT, sampling=GREEDY)).outputs
         np.testing.assert_array_equal(one.routed_experts, want)
         with pytest.raises(InvalidArgument, match="beam_width"):

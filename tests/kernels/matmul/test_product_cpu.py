@@ -224,6 +224,21 @@ def test_embeddings_multiply_and_give_their_rows(dtype: str) -> None:
     assert np.asarray(rows).tobytes() == embedding[ids].tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(97, 100), (34, 64), (40, 2, 33), (70, 2, 64)])
+def test_matrices_are_packed_in_either_layout(shape: tuple[int, ...], dtype: str) -> None:
+    """Rows or columns may be adjacent in memory; lengths are not those of lines, and blocks not whole."""
+    matrix, num_parts = numbers(shape, dtype), 2 if len(shape) == 3 else 1
+    depth, num_columns, packer = shape[0], shape[-1], found_kernel().packer(SingleDeviceSharding(jax.devices()[0]))
+    deep = 2 if dtype == "bfloat16" else 1
+    padded = np.zeros((num_parts, -(-num_columns // 32) * 32, -(-depth // deep) * deep), matrix.dtype)
+    padded[:, :num_columns, :depth] = np.moveaxis(matrix.reshape(depth, num_parts, num_columns), 0, -1)
+    wanted = padded.reshape(-1, 32, padded.shape[-1] // deep, deep).swapaxes(1, 2)
+    for given in (matrix, np.moveaxis(np.ascontiguousarray(np.moveaxis(matrix, 0, -1)), -1, 0)):
+        packed = packer.pack(given, num_parts=num_parts)
+        np.testing.assert_array_equal(np.asarray(packed.blocks).reshape(wanted.shape), wanted)
+
+
 def test_packed_matrices_lie_where_they_were_packed() -> None:
     packer = found_kernel().packer(SingleDeviceSharding(jax.devices()[0]))
     first, second = (packer.pack(jnp.asarray(numbers((64, 64), "float32", seed))) for seed in range(2))

@@ -9,6 +9,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "core.h"
 #include "cores.h"
 #include "rows.h"
@@ -452,18 +456,71 @@ ffi::Error rotate(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer 
 
 // --- packing -----------------------------------------------------------------------------------------------------
 
-// Number (k, n) of the matrix is at k * k_step + n * n_step.
-template <class T>
-void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, int64_t deep, T* blocks) {
+// Write four words of four columns, which begin `stride` bytes apart, as `to` [4, 32].
+inline void transpose_words(const char* columns, int64_t stride, uint32_t* to) {
+#ifdef __SSE2__
+  const auto load = [&](int64_t c) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(columns + c * stride)); };
+  const auto store = [&](int64_t k, __m128i words) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k * kColumns), words);
+  };
+  const __m128i a = load(0), b = load(1), c = load(2), d = load(3);
+  const __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+  store(0, _mm_unpacklo_epi64(ab, cd));
+  store(1, _mm_unpackhi_epi64(ab, cd));
+  const __m128i last_ab = _mm_unpackhi_epi32(a, b), last_cd = _mm_unpackhi_epi32(c, d);
+  store(2, _mm_unpacklo_epi64(last_ab, last_cd));
+  store(3, _mm_unpackhi_epi64(last_ab, last_cd));
+#else
+  for (int64_t c = 0; c < 4; ++c) {
+    for (int64_t k = 0; k < 4; ++k) std::memcpy(to + k * kColumns + c, columns + c * stride + 4 * k, 4);
+  }
+#endif
+}
+
+// One block of columns that are `num_bytes` of memory each: words of 4 bytes change places, a cache line at a time.
+void pack_words(const char* columns, int64_t stride, int64_t num_bytes, uint32_t* block) {
+  const int64_t num_words = num_bytes / 4;
+  for (int64_t begin = 0; begin < num_words; begin += kLine / 4) {
+    const int64_t end = std::min(num_words, begin + kLine / 4);
+    for (int64_t c = 0; c < kColumns; c += 4) {
+      const char* from = columns + c * stride;
+      int64_t k = begin;
+      for (; k + 4 <= end; k += 4) transpose_words(from + 4 * k, stride, block + k * kColumns + c);
+      for (; k < end; ++k) {
+        for (int64_t i = 0; i < 4; ++i) std::memcpy(block + k * kColumns + c + i, from + i * stride + 4 * k, 4);
+      }
+    }
+  }
+}
+
+// Number (k, n) of the matrix is at k * k_step + n * n_step; `deep` numbers of a column are side by side in a block.
+template <int64_t deep, class T>
+void pack(const T* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step, T* blocks) {
   const int64_t even_depth = (depth + deep - 1) / deep * deep;
-  for (int64_t first = 0; first < num_columns; first += kColumns) {
+  for (int64_t first = 0; first < num_columns; first += kColumns, blocks += even_depth * kColumns) {
     const int64_t count = std::min(kColumns, num_columns - first);
+    const bool is_whole = count == kColumns && even_depth == depth;
+    if (is_whole && k_step == 1 && deep * sizeof(T) == 4) {
+      const int64_t size = sizeof(T);
+      const char* columns = reinterpret_cast<const char*>(matrix + first * n_step);
+      pack_words(columns, n_step * size, depth * size, reinterpret_cast<uint32_t*>(blocks));
+      continue;
+    }
+    if (is_whole && n_step == 1) {
+      for (int64_t k = 0; k < depth; k += deep) {
+        const T* from = matrix + k * k_step + first;
+        T* to = blocks + k * kColumns;
+        for (int64_t c = 0; c < kColumns; ++c) {
+          for (int64_t i = 0; i < deep; ++i) to[c * deep + i] = from[i * k_step + c];
+        }
+      }
+      continue;
+    }
     for (int64_t k = 0; k < even_depth; ++k) {
       T* to = blocks + (k / deep * deep) * kColumns + k % deep;
       const T* from = matrix + k * k_step + first * n_step;
       for (int64_t c = 0; c < kColumns; ++c) to[c * deep] = k < depth && c < count ? from[c * n_step] : T{};
     }
-    blocks += even_depth * kColumns;
   }
 }
 
@@ -559,18 +616,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_rotate, jpaged::product::rotate,
 extern "C" void jpaged_pack(const void* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
                             int64_t item_bytes, void* blocks) {
   if (item_bytes == 4) {
-    jpaged::product::pack(static_cast<const float*>(matrix), depth, num_columns, k_step, n_step, 1,
-                          static_cast<float*>(blocks));
+    jpaged::product::pack<1>(static_cast<const float*>(matrix), depth, num_columns, k_step, n_step,
+                             static_cast<float*>(blocks));
   } else {
-    jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 2,
-                          static_cast<uint16_t*>(blocks));
+    jpaged::product::pack<2>(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step,
+                             static_cast<uint16_t*>(blocks));
   }
 }
 
 extern "C" void jpaged_pack_f16(const void* matrix, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
                                 void* blocks) {
-  jpaged::product::pack(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step, 1,
-                        static_cast<uint16_t*>(blocks));
+  jpaged::product::pack<1>(static_cast<const uint16_t*>(matrix), depth, num_columns, k_step, n_step,
+                           static_cast<uint16_t*>(blocks));
 }
 
 extern "C" void jpaged_pack_codes(const void* codes, int64_t depth, int64_t num_columns, int64_t k_step, int64_t n_step,
