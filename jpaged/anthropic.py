@@ -108,7 +108,7 @@ _OF_CHATS = OF_CHATS - {
     *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"),
     *("max_completion_tokens", "stop", "response_format", "stream_options", "user", "echo", "return_token_ids"),
     *("parallel_tool_calls", "reasoning", "reasoning_effort", "include_reasoning", "thinking_token_budget"),
-    *("add_generation_prompt", "continue_final_message", "include_stop_str_in_output"),
+    *("add_generation_prompt", "continue_final_message", "include_stop_str_in_output", "functions", "function_call"),
 }
 """Fields that a chat has under the same name."""
 OF_MESSAGES = _OWN | _OF_CHATS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from docs.site.links import ROOT
 from jpaged import anthropic, chat
-from jpaged.openai import embeddings, request, response_input, responses
+from jpaged.openai import chat_tools, embeddings, request, response_input, responses
 from jpaged.openai.request import Neutral, neutral_fields
 
 PAGE = ROOT / "docs" / "http.md"
@@ -224,15 +224,18 @@ OPENAI = {
 _HOSTED_TOOLS = frozenset(OPENAI["tools"].split()) - response_input.TOOL_FIELDS.keys()
 _OF_OUTPUTS = {"name", "namespace"}
 _IN_PLACES: dict[str, tuple[Collection[str], Collection[str]]] = {
-    "chat messages": ({"role", "content", "tool_calls", "refusal", *chat.MESSAGE_TEXTS}, chat.MESSAGE_NOTES),
+    "chat messages": (
+        {"role", "content", "tool_calls", "function_call", "refusal", *chat.MESSAGE_TEXTS},
+        chat.MESSAGE_NOTES,
+    ),
     "chat roles": (OPENAI["chat roles"].split(), ()),
     "chat parts": (chat.TEXT_PARTS.keys() | chat.IMAGE_PARTS.keys(), ()),
     "chat parts of type text": ({"type", "text"}, {"prompt_cache_breakpoint"}),
     "chat parts of type image_url": ({"type", "image_url"}, chat.IMAGE_NOTES),
-    "chat tool_calls": ({"id", "type", "function"}, chat.MESSAGE_NOTES),
-    "chat tools": ({"function"}, ()),
-    "chat tools of type function": (request.FUNCTION_FIELDS, request.UNREAD_TOOL_FIELDS),
-    "chat tool_choice": ({"function", "allowed_tools"}, ()),
+    "chat tool_calls": ({"id", "type", "function", "custom"}, chat.MESSAGE_NOTES),
+    "chat tools": ({"function", "custom"}, ()),
+    "chat tools of type function": (chat_tools.FUNCTION_FIELDS, chat_tools.UNREAD_TOOL_FIELDS),
+    "chat tool_choice": ({"function", "custom", "allowed_tools"}, ()),
     "chat response_format": ({"text", "json_object", "json_schema"}, ()),
     "chat stream_options": ({"include_usage"}, ()),
     "items": (response_input.ITEM_FIELDS.keys() | {"item_reference"}, response_input.HOSTED_ITEMS),

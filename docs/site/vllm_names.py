@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from docs.site.links import ROOT
 from jpaged.access.authenticator import HTTP
+from jpaged.http.app import INSTEAD
 from jpaged.server_load import PER_POSITION, SpeculationLoad, get_metrics
 from tests.deploy.metrics import scrape
 
@@ -27,28 +28,13 @@ PATHS = """
     /get_world_size
 """
 """HTTP paths of vLLM's server of this version."""
-INSTEAD: Mapping[str, str] = {
-    "/reset_mm_cache /reset_encoder_cache": "encoded images are found by their content, "
-    "within `--mm-processor-cache-gb`",
-    "/generative_scoring /v1/decisions /v1/systemone /v1/audio/transcriptions /v1/audio/translations "
-    "/v1/realtime": "models take text and images, and have no such heads",
-    "/release_kv_cache_memory": "`/sleep`, which also releases the weights",
-    "/start_profile /stop_profile": "profile with XLA's tools",
-    "/v2/embed /cohere/v2/chat": "Cohere's API is not served: use `/v1/embeddings` and `/v1/chat/completions`",
+PAGES: Mapping[str, str] = {
     "/v1/chat/completions/batch": "[batches](batches.md)",
-    "/v1/chat/completions/render /v1/completions/render /v1/responses/render /v1/messages/render "
-    "/v1/chat/completions/derender /v1/completions/derender": "`/tokenize` and `/detokenize`",
-    "/inference/v1/generate": "gRPC `Generate` takes and returns token ids ([gRPC](grpc.md)), as does "
-    "`/v1/completions` with `return_token_ids`",
-    "/inference/v1/abort_requests /abort_requests": "close the connection, or call gRPC `Abort`",
-    "/kv_event_sources": "`GetServerInfo` has the endpoints ([KV events](kv_events.md))",
-    "/scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance/apply /fault_tolerance/status /collective_rpc "
-    "/get_world_size": "the number of replicas is fixed: restart the server",
-    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /finish_weight_update "
-    "/update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info": "`/update_weights` reads "
-    "a folder ([weight updates](weight_updates.md)); tensors are not sent over the network",
+    "/inference/v1/generate": "[gRPC](grpc.md)",
+    "/kv_event_sources": "[KV events](kv_events.md)",
+    "/init_weight_transfer_engine": "[weight updates](weight_updates.md)",
 }
-"""Alternatives to paths that are not served."""
+"""Pages about the alternatives to paths that are not served."""
 PARTLY: Mapping[str, str] = {
     "/classify": "the same, for models with a classification head",
     "/update_weights": (
@@ -121,7 +107,10 @@ def _paths() -> Iterator[str]:
     for path, text in PARTLY.items():
         yield _row([path], text)
     for paths, text in INSTEAD.items():
-        yield _row(paths.split(), text)
+        listed = [path for path in paths.split() if path in PATHS.split()]
+        pages = [f" ({page})" for path, page in PAGES.items() if path in listed]
+        if listed:
+            yield _row(listed, text + "".join(pages))
     yield ""
 
 

@@ -5,11 +5,13 @@ The `quantization_config` of a config.json selects the layout of the weights.
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
 import json
 import logging
-import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -203,7 +205,7 @@ def _download_url(url: str, download_dir: str | None) -> Path:
         raise InvalidArgument("model", f"{shown}: {error}") from error
     root = root.rstrip("/")
     top, name = root.rpartition("/")[::2] if root.endswith(SUFFIX) else (root, None)
-    wanted = _WANTED_FILES if name is None else [part.name for part in get_parts(Path(name))]
+    wanted = _WANTED_FILES if name is None else [glob.escape(part.name) for part in get_parts(Path(name))]
     try:
         listed = files.find(top, maxdepth=None if name is None else 1)  # not a whole bucket for a file
         found = {path[len(top) :].lstrip("/"): path for path in listed}
@@ -212,31 +214,58 @@ def _download_url(url: str, download_dir: str | None) -> Path:
             raise FileNotFoundError("no file of a model is there")
         if hostile := next((path for path in kept if ".." in path.split("/")), None):
             raise ValueError(f"{hostile} leads out of the folder")
-        states = [(path, files.ukey(source)) for path, source in kept.items()]
+        states = [(path, files.ukey(source), _read_state(files.info(source))) for path, source in kept.items()]
         digest = hashlib.sha256(repr((url, states)).encode()).hexdigest()[:32]
-        cache = programs.parent / "models" if download_dir is None and programs else expand_home(str(download_dir), "")
-        for path, source in kept.items():
-            _copy(files, source, cache / digest / path)
     except Exception as error:  # each client of storage has other types
         raise NotFound(f"model: {shown}: {type(error).__name__}: {shorten(str(error))}") from error
+    cache = programs.parent / "models" if download_dir is None and programs else expand_home(str(download_dir), "")
+    for path, source in kept.items():
+        _copy(files, source, cache / digest / path, f"{shown}: {path}")
     return cache / digest if name is None else find_gguf(cache / digest / name) or cache / digest / name
+
+
+_STATES = ("size", "etag", "contentmd5", "digest", "lastmodified", "mtime", "created", "updated", "generation")
+"""What storage reports that changes with a file's contents, as lower-case letters and digits.
+
+The client for HTTP identifies a file by its URL alone.
+"""
+
+
+def _read_state(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    named = {re.sub(r"[^a-z0-9]", "", key.lower()): str(value) for key, value in info.items()}
+    return [(key, named[key]) for key in _STATES if key in named]
 
 
 def _is_wanted(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(path, each) for each in patterns) and not any(fnmatch(path, each) for each in _UNWANTED_FILES)
 
 
-def _copy(files: Any, source: str, path: Path) -> None:
-    """Copy a file from storage unless it is there."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _copy(files: Any, source: str, path: Path, shown: str) -> None:
+    """Copy a file from storage unless it is there.
+
+    Raises:
+        NotFound: the storage does not provide it.
+        InvalidArgument: the folder of the copy cannot be written, or is full.
+    """
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        files.get_file(source, str(partial))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent)
+    except OSError as error:
+        raise InvalidArgument("download_dir", f"{path.parent} cannot be written: {error}") from error
+    with folder:
+        partial = Path(folder.name) / path.name
+        try:
+            files.get_file(source, str(partial))
+        except Exception as error:  # each client of storage has other types
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise InvalidArgument("download_dir", f"{path.parent} has no room for {shown}: {error}") from error
+            raise NotFound(f"model: {shown}: {type(error).__name__}: {shorten(str(error))}") from error
         partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     _LOG.info("copied %s, %d bytes", path.name, path.stat().st_size)
 
 

@@ -45,7 +45,7 @@ from jpaged.device.compilation.memory_plan import (
 )
 from jpaged.device.compilation.program_registry import ProgramStore
 from jpaged.device.expert_balance import ExpertBalancer
-from jpaged.device.kv_scales import add_scales
+from jpaged.device.kv_scales import add_scales, merge_scales
 from jpaged.device.linear import LeafPacker, leaf_for, packer_for, params_for
 from jpaged.device.logits_processors import TokenCounts
 from jpaged.device.mesh import (
@@ -328,8 +328,9 @@ class DeviceSleeper:
 
     def update(self, update: WeightUpdate) -> None:
         assert isinstance(update, LeafUpdate)
-        if update.is_complete or update.kv_scales_l2 is not None:
-            self._preparation = dataclasses.replace(self._preparation, kv_scales_l2=update.kv_scales_l2)
+        kept_l2 = None if update.is_complete else self._preparation.kv_scales_l2
+        scales_l2 = merge_scales(kept_l2, update.kv_scales_l2)
+        self._preparation = dataclasses.replace(self._preparation, kv_scales_l2=scales_l2)
         try:
             if self._offloaded is not None:
                 self._replace_all(update)

@@ -63,6 +63,13 @@ def add_scales(step: Step, params: Params, scales_l2: np.ndarray | None) -> Para
     return {**params, "kv_scales": placed}
 
 
+def merge_scales(old_l2: np.ndarray | None, new_l2: np.ndarray | None) -> np.ndarray | None:
+    """Return a checkpoint's scales of keys and values after an update that has those of some layers, or None."""
+    if old_l2 is None or new_l2 is None:
+        return old_l2 if new_l2 is None else new_l2
+    return np.where(np.isnan(new_l2), old_l2, new_l2)
+
+
 def place_scales(step: Step, scales_l2: np.ndarray, params: Params) -> jax.Array:
     """Return scales as `measure_scales`, from those of keys and values in each layer, which all heads share.
 

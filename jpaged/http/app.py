@@ -519,21 +519,45 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return build_response(error_for(error), request.scope)
 
 
-_COMPACT = "/v1/responses/compact"
-"""Path of OpenAI's API whose method differs from those of the route that it matches, that of a stored response."""
+INSTEAD: Mapping[str, str] = {
+    "/v1/responses/compact": "send a normal request for a summary",
+    "/v1/conversations": "conversations are not stored: use `previous_response_id`, or send all items in `input`",
+    "/v1/assistants /v1/threads /v1/vector_stores /v1/containers /v1/skills": "use `/v1/responses`",
+    "/v1/audio/speech /v1/images /v1/videos /v1/moderations /v1/fine_tuning /v1/evals": "models take text and images, "
+    "and answer with text",
+    "/reset_mm_cache /reset_encoder_cache": "encoded images are found by their content, "
+    "within `--mm-processor-cache-gb`",
+    "/generative_scoring /v1/decisions /v1/systemone /v1/audio/transcriptions /v1/audio/translations "
+    "/v1/realtime": "models take text and images, and have no such heads",
+    "/release_kv_cache_memory": "use `/sleep`, which also releases the weights",
+    "/start_profile /stop_profile": "profile with XLA's tools",
+    "/v2/embed /cohere/v2/chat": "Cohere's API is not served: use `/v1/embeddings` and `/v1/chat/completions`",
+    "/v1/chat/completions/batch": "use `/v1/batches`",
+    "/v1/chat/completions/render /v1/completions/render /v1/responses/render /v1/messages/render "
+    "/v1/chat/completions/derender /v1/completions/derender": "use `/tokenize` and `/detokenize`",
+    "/inference/v1/generate": "gRPC `Generate` takes and returns token ids, as does `/v1/completions` with "
+    "`return_token_ids`",
+    "/inference/v1/abort_requests /abort_requests": "close the connection, or call gRPC `Abort`",
+    "/kv_event_sources": "`GetServerInfo` has the endpoints",
+    "/scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance/apply /fault_tolerance/status /collective_rpc "
+    "/get_world_size": "the number of replicas is fixed: restart the server",
+    "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update /finish_weight_update "
+    "/update_weight_version /shutdown_weight_transfer_engine /weight_checker /weight_info": "`/update_weights` reads "
+    "a folder; tensors are sent over gRPC",
+}
+"""Paths of OpenAI's and vLLM's servers that this one lacks -> what to use."""
+_ALTERNATIVES = {f"{path}/": text for paths, text in INSTEAD.items() for path in paths.split()}
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
     """Answer requests with an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    path = f"{request.method} {request.url.path[:200]}"
-    if request.url.path.endswith(_COMPACT):
-        return build_response(
-            NotFound(f"path: {path} is not served: send a normal request for a summary"), request.scope
-        )
+    path, url = f"{request.method} {request.url.path[:200]}", f"{request.url.path[:200]}/"
     told: JpagedError = (
         NotFound(f"path: there is no {path}") if status == 404 else Unsupported(f"path: {path}: {error}")
     )
+    if (text := next((text for name, text in _ALTERNATIVES.items() if name in url), None)) is not None:
+        told, status = NotFound(f"path: {path} is not served: {text}"), 404
     response = build_response(told, request.scope, status)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})

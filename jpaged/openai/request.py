@@ -16,7 +16,7 @@ and EmbeddingRequest, SGLang's protocol.py and its router, llama.cpp's server an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -25,12 +25,11 @@ from jpaged.chat import (
     ChatOptions,
     build_chat_options,
     parse_reasoning,
-    parse_tool_choice,
-    parse_tools,
     read_message,
     text_in,
 )
 from jpaged.errors import InvalidArgument, RequestTooLong
+from jpaged.openai.chat_tools import CallForm, convert_tools, tools_in
 from jpaged.sampling_params import NO_DEFAULTS, request_fields, with_defaults
 from jpaged.structured import StructuredOutputs, get_response_format, get_structured_outputs
 from jpaged.types import Prompt, SamplingParams
@@ -58,10 +57,6 @@ _VARIABLES = ("enable_thinking", "preserve_thinking")
 """Fields of Qwen's API that are variables of chat templates."""
 _THINKING_TYPES = {"enabled": True, "adaptive": True, "auto": True, "disabled": False}
 _THINKING_FIELDS = ("type", "budget_tokens", "clear_thinking")
-TOOL_FIELDS = ("type", "function")
-FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-UNREAD_TOOL_FIELDS = frozenset({"cache_control"})
-"""Fields of tools, and of their functions, without an effect."""
 _LONG_FIELDS = ("max_tokens", "min_tokens", "prompt_embeds")
 _UNLIMITED = -1
 """The thinking token budget that vLLM reads as none."""
@@ -87,49 +82,12 @@ def chat_options_in(body: Mapping[str, Any]) -> ChatOptions:
         InvalidArgument: names the field, as in `tools[2].function.name`.
     """
     given: Any = {name: body.get(name) for name in _PLAIN}
-    given["tools"], given["tool_choice"] = _tools_in(body)
+    ignore = body.ignore if isinstance(body, LenientBody) else None
+    if "tools" in body or "tool_choice" in body:
+        given["tools"], given["tool_choice"] = tools_in(body, ignore)
     given["chat_template_kwargs"] = _variables_in(body)
     options = build_chat_options(**given, reasoning=parse_reasoning(_reasoning_in(body)))
     return replace(options, add_special_tokens=flag_in(body, "add_special_tokens"))
-
-
-def _tools_in(body: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the tools and the tool choice, which may name a part of the tools."""
-    ignore = body.ignore if isinstance(body, LenientBody) else None
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if isinstance(tools, list):
-        tools = [_without_unread("tools", one, TOOL_FIELDS, ignore) for one in tools]
-    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
-        return tools, choice
-    where, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
-    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    if not isinstance(allowed, Mapping) or not isinstance(listed, list) or not listed:
-        raise InvalidArgument(where, "must be an object of a mode and a list of at least one tool")
-    if allowed.get("mode") not in ("auto", "required"):
-        raise InvalidArgument(f"{where}.mode", f"{shown(allowed.get('mode'))} is not 'auto' or 'required'")
-    parsed, names = parse_tools(tools), set[str | None]()
-    for i, one in enumerate(listed):
-        if not isinstance(one, Mapping):
-            raise InvalidArgument(f"{where}.tools[{i}]", "must be an object")
-        names.add(parse_tool_choice(one, parsed, path=f"{where}.tools[{i}]").name)
-    return [tool for tool in parsed if tool.name in names], allowed["mode"]
-
-
-def _without_unread(where: str, tool: Any, known: tuple[str, ...], ignore: Callable[[str], None] | None) -> Any:
-    """Return a tool without fields that have no effect, and without unknown ones if `ignore` notes them."""
-    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
-        return tool
-    kept = {name: one for name, one in tool.items() if name in known}
-    for name, one in tool.items():
-        if name in known or name in UNREAD_TOOL_FIELDS:
-            continue
-        if ignore is None:
-            kept[name] = one  # an error where the tool is read
-        elif one is not None:
-            ignore(f"{where}.{name}")
-    if isinstance(function := kept.get("function"), Mapping):
-        kept["function"] = _without_unread(f"{where}.function", {**function}, FUNCTION_FIELDS, ignore)
-    return kept
 
 
 def _variables_in(body: Mapping[str, Any]) -> Any:
@@ -529,7 +487,8 @@ _SHARED = {
 }
 _SAMPLING = {f.name for f in request_fields()} - {"logprobs"}
 OF_COMPLETIONS = {*_SAMPLING, *_SHARED, "prompt", "prompt_embeds", "logprobs"}
-OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, "logprobs", "top_logprobs", "max_completion_tokens"}
+_OF_TOOLS = frozenset({"tools", "tool_choice", "functions", "function_call"})
+OF_CHATS = {*_SAMPLING, *_SHARED, *CHAT_FIELDS, *_OF_TOOLS, "logprobs", "top_logprobs", "max_completion_tokens"}
 OF_ADAPTERS = {"lora_name", "lora_path"}
 OF_ANY = frozenset(
     {
@@ -574,6 +533,7 @@ class Job:
         shows_prompt_logprobs: return the prompt's log-probabilities by themselves, even if the text's include them.
         echoed: text before the answer of a chat, which its last message contains; "" for none.
         role: role of the answer of a chat.
+        call_form: form of the calls in it; None for `tool_calls` of functions.
         is_only_told: return only the prompt, without generated text: `max_tokens` of 0. `sampling` then samples one
             token, which is dropped.
         has_token_ids: return token ids in addition to the text.
@@ -596,6 +556,7 @@ class Job:
     request_id: str | None = None
     echoed: str = ""
     role: str = "assistant"
+    call_form: CallForm | None = None
     user: str | None = None
     streaming: Streaming | None = None
     names: Mapping[str, str] = field(default_factory=dict)
@@ -668,7 +629,11 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     if num_top and not wants_logprobs:
         raise InvalidArgument("top_logprobs", "needs logprobs to be true")
     length = _length(body, defaults)
-    messages, options = messages_in(body), chat_options_in(body)
+    form = convert_tools(body) if _has_calls(body) else None
+    try:
+        messages, options = messages_in(body), chat_options_in(body)
+    except InvalidArgument as error:
+        raise error if form is None else form.rename(error) from error
     prompt = Prompt(messages=messages, chat_options=options, truncation_side=truncation_side_in(body), **length)
     names = {"prompt": "messages", **_names(body), **({"logprobs": "top_logprobs"} if num_top else {})}
     body.pop("thinking_token_budget", None)  # read with the options
@@ -676,7 +641,15 @@ def chat_job(given: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
     last = messages[-1]
     role = "assistant" if options.add_generation_prompt else last["role"]
     echoed = text_in(last["content"]) if flag_in(body, "echo") and last["role"] == role else ""
-    return Job(sampling, (prompt,), names=names, role=role, echoed=echoed, **_of_both(body))
+    return Job(sampling, (prompt,), names=names, role=role, echoed=echoed, call_form=form, **_of_both(body))
+
+
+def _has_calls(body: Mapping[str, Any]) -> bool:
+    """Return True if a body of a chat has tools, or calls in its messages."""
+    turns = body.get("messages")
+    listed = turns if isinstance(turns, list) else ()
+    has_call = any("tool_calls" in one or "function_call" in one for one in listed if isinstance(one, dict))
+    return has_call or not _OF_TOOLS.isdisjoint(body)
 
 
 def _length(body: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from jpaged import json_text
 from jpaged.chat import ToolCallPiece
 from jpaged.errors import InvalidArgument
 from jpaged.json_text import Items
+from jpaged.openai.chat_tools import CallForm, CallStream
 from jpaged.openai.request import Job, Streaming
 from jpaged.types import (
     CompletionOutput,
@@ -48,11 +49,14 @@ def reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def build_message(output: CompletionOutput, role: str = "assistant", echoed: str = "") -> dict[str, Any]:
+def build_message(
+    output: CompletionOutput, role: str = "assistant", echoed: str = "", form: CallForm | None = None
+) -> dict[str, Any]:
     """Return an answer as a message: without content if it only calls tools, and with `reasoning` null if it has none.
 
     Args:
         echoed: text before the answer's.
+        form: form of the calls; None for `tool_calls` of functions.
     """
     text = echoed + output.text
     message: dict[str, Any] = {"role": role, "content": text, "reasoning": None}
@@ -60,7 +64,10 @@ def build_message(output: CompletionOutput, role: str = "assistant", echoed: str
         message |= reasoning_fields(output.reasoning_content)
     if output.tool_calls:
         message["content"] = text or None
-        message["tool_calls"] = [call.as_json() for call in output.tool_calls]
+        if form is None:
+            message["tool_calls"] = [call.as_json() for call in output.tool_calls]
+        else:
+            form.add_calls(message, output.tool_calls)
     return message
 
 
@@ -335,13 +342,14 @@ def _choice(
         offsets = TextOffsets.of_answer(job, number, output.prompt_token_ids, token_text)
         logprobs = completion_logprobs((*told, *one.logprobs), token_text, offsets)
     content: dict[str, Any] = {"text": prompt_text + one.text}
+    reason = one.finish_reason if job.call_form is None else job.call_form.get_finish_reason(one.finish_reason)
     if job.is_chat:
-        content = {"message": build_message(one, job.role, job.echoed)}
+        content = {"message": build_message(one, job.role, job.echoed, job.call_form)}
     choice = {
         "index": one.index,
         **content,
         "logprobs": logprobs,
-        "finish_reason": one.finish_reason,
+        "finish_reason": reason,
         "stop_reason": one.matched_stop,
     }
     choice["token_ids"] = list(one.token_ids) if job.has_token_ids else None
@@ -480,6 +488,7 @@ class ChunkBuilder:
         self._begun: set[int] = set()
         self._offsets: dict[int, TextOffsets] = {}
         self._plain: dict[int, tuple[bytes, bytes]] = {}
+        self._calls: dict[int, CallStream] = {}
         self._has_logprobs = job.sampling.returns_logprobs
         self._is_plain = not (
             self._has_logprobs or job.has_token_ids or job.is_only_told or self._how.continuous_usage_stats
@@ -561,12 +570,14 @@ class ChunkBuilder:
             return b""
         choice: dict[str, Any] = {"index": index}
         if job.is_chat:
-            choice["delta"] = _delta(event)
+            choice["delta"] = self._delta(index, event)
+            if not (choice["delta"] or finish or is_told):
+                return b""  # no input of a custom tool yet
             choice["logprobs"] = chat_logprobs(positions, self._token_text) if positions else None
         else:
             choice["text"] = text
             choice["logprobs"] = self._logprobs(index, positions) if positions else None
-        choice["finish_reason"] = reason
+        choice["finish_reason"] = reason if job.call_form is None else job.call_form.get_finish_reason(reason)
         if finish is not None or not job.is_chat:
             choice["stop_reason"] = stopped_by
         if finish is not None and self._has_versions:
@@ -574,6 +585,13 @@ class ChunkBuilder:
         if job.has_token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk(choice, number)
+
+    def _delta(self, index: int, event: SequenceDelta) -> dict[str, Any]:
+        delta = _delta(event)
+        if self._job.call_form is None:
+            return delta
+        calls = self._calls.setdefault(index, CallStream(self._job.call_form))
+        return delta | calls.add(delta.pop("tool_calls", ()), is_end=event.finish is not None)
 
     def _logprobs(self, index: int, positions: Sequence[Shown]) -> dict[str, Any]:
         return completion_logprobs(positions, self._token_text, self._offsets[index])

@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 from jpaged import json_text
 from jpaged.chat import MAX_TOOLS, join_contents, read_parts, without_surrogates
 from jpaged.errors import InvalidArgument, NotFound
+from jpaged.openai.chat_tools import CUSTOM_INPUT, build_custom_function
 from jpaged.openai.request import LenientBody
 
 _MAX_SHOWN = 80
@@ -148,8 +148,6 @@ TOOL_FIELDS: Mapping[str, frozenset[str]] = {
     "namespace": frozenset({"type", "name", "description", "tools"}),
 }
 """Fields of each type of tool that the client runs."""
-_CUSTOM_INPUT = "input"
-"""Name of the only argument of a custom tool's function."""
 _SEPARATOR = "__"
 """Separates the names of a namespace and of its tool in the name of a function."""
 
@@ -240,33 +238,16 @@ class ResponseTools:
         syntax = given.get("format") or {}
         if not isinstance(syntax, dict):
             raise InvalidArgument(f"{where}.format", "must be an object")
-        text = "The complete input of the tool, as plain text."
-        if syntax.get("type") == "grammar":
-            text += f" It follows this {syntax.get('syntax', 'lark')} grammar:\n{syntax.get('definition', '')}"
-            self.warn(f"{where}.format: the grammar is shown to the model and not enforced")
-        parameters = {
-            "type": "object",
-            "properties": {_CUSTOM_INPUT: {"type": "string", "description": text}},
-            "required": [_CUSTOM_INPUT],
-            "additionalProperties": False,
-        }
-        fields = {name: given[name] for name in ("name", "description") if name in given}
-        return {**fields, "parameters": parameters}
+        if syntax.get("type") != "grammar":
+            return build_custom_function(given)
+        self.warn(f"{where}.format: the grammar is shown to the model and not enforced")
+        kind = syntax.get("syntax", "lark")
+        return build_custom_function(given, f" It follows this {kind} grammar:\n{syntax.get('definition', '')}")
 
 
 def flat_name(name: str, namespace: str | None) -> str:
     """Return the name of the function for a tool of a namespace."""
     return name if namespace is None else f"{namespace}{_SEPARATOR}{name}"
-
-
-def custom_input(arguments: str) -> str:
-    """Return the text that a custom tool was called with; arguments of another form are the text themselves."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = value.get(_CUSTOM_INPUT) if isinstance(value, dict) else None
-    return without_surrogates(text) if isinstance(text, str) else arguments
 
 
 FindItem = Callable[[str], Mapping[str, Any]]
@@ -474,7 +455,7 @@ def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgument(f"{where}.namespace", f"{str(namespace)[:_MAX_SHOWN]!r} is not a string")
     if item["type"] == "custom_tool_call":
         text = without_surrogates(_string(where, item, "input"))
-        arguments = json_text.dumps({_CUSTOM_INPUT: text}, ensure_ascii=False)
+        arguments = json_text.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
     else:
         arguments = _string(where, item, "arguments")
     function = {"name": without_surrogates(flat_name(name, namespace)), "arguments": without_surrogates(arguments)}

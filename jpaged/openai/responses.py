@@ -28,6 +28,7 @@ from jpaged import json_text
 from jpaged.chat import ChatMessages, ToolCall, ToolCallPiece, join_contents
 from jpaged.errors import InvalidArgument, JpagedError, RequestTooLong, TryLater
 from jpaged.json_text import Items
+from jpaged.openai.chat_tools import custom_input
 from jpaged.openai.request import OF_CHATS, Job, chat_job, flag_in, list_in, object_in, own_fields, thinking_kwargs
 from jpaged.openai.response import ResponseMetadata, TokenText, chat_logprobs
 from jpaged.openai.response_input import (
@@ -36,7 +37,6 @@ from jpaged.openai.response_input import (
     FindItem,
     ItemConverter,
     ResponseTools,
-    custom_input,
     find_nothing,
     flat_name,
     seal_reasoning,
@@ -76,7 +76,7 @@ _OWN = frozenset(
 _OF_CHATS = OF_CHATS - {
     *("messages", "n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens"),
     *("response_format", "reasoning_effort", "echo", "return_token_ids", "return_tokens_as_token_ids"),
-    "use_beam_search",
+    *("use_beam_search", "functions", "function_call"),
 }
 """Fields that a chat has under the same name."""
 OF_RESPONSES = _OWN | _OF_CHATS

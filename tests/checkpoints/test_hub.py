@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -469,6 +470,41 @@ def test_names_in_storage_stay_inside_the_copy(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NotFound, match=r"0/\.\./\.\./\.\./outside\.json leads out of the folder"):
         hub.find_folder("memory://models/hostile", download_dir=str(tmp_path / "cache" / "models"))
     assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_file_with_the_same_url_is_copied_again_if_its_tag_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = type(put_in_storage({"config.json": "{}"}, "models/web"))
+    tags = ["a"]
+    monkeypatch.setattr(storage, "ukey", lambda _, path: path)  # as the client for HTTP
+    monkeypatch.setattr(storage, "info", lambda *_, **__: {"size": 2, "ETag": tags[-1], "type": "file"})
+    found = []
+    for tag in ("a", "a", "b"):
+        tags.append(tag)
+        found.append(hub.find_folder("memory://models/web", download_dir=str(tmp_path)))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_name_of_a_gguf_file_is_not_a_pattern(tmp_path: Path) -> None:
+    put_in_storage({"tiny[Q4].gguf": "GGUF"}, "models/brackets")
+    found = hub.find_folder("memory://models/brackets/tiny[Q4].gguf", download_dir=str(tmp_path))
+    assert found.name == "tiny[Q4].gguf"
+
+
+def test_a_full_or_unwritable_folder_for_copies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = type(put_in_storage({"config.json": "{}"}, "models/full"))
+
+    def fill(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "get_file", fill)
+    with pytest.raises(InvalidArgument, match=r"download_dir: .*has no room for memory://models/full: config\.json"):
+        hub.find_folder("memory://models/full", download_dir=str(tmp_path))
+    assert list(tmp_path.rglob("*.*")) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match=r"download_dir: .*cannot be written"):
+        hub.find_folder("memory://models/full", download_dir=str(tmp_path / "file"))
 
 
 def test_a_url_of_a_gguf_file_lists_only_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.device.compilation.lowering import sized_step
-from jpaged.device.kv_scales import MARGINS, kv_dtype, measure_scales, name_of_kv_dtype, place_scales
+from jpaged.device.kv_scales import MARGINS, kv_dtype, measure_scales, merge_scales, name_of_kv_dtype, place_scales
 from jpaged.device.mesh import build_mesh
 from jpaged.kernels.kv_layout import MAX_NUMBER
 from jpaged.models.stack import LayerMode
@@ -77,6 +77,16 @@ def test_scales_of_a_checkpoint_take_the_place_of_measured_ones() -> None:
     for layer in (0, 2):
         assert (scales[layer] == given[layer]).all()
     np.testing.assert_array_equal(scales[1], measured[1])
+
+
+def test_new_scales_of_some_layers_leave_those_of_others() -> None:
+    old, new = np.array([[0.5, 0.25], [3, 5]]), np.array([[np.nan, np.nan], [2, 4]])
+    merged = merge_scales(old, new)
+    assert merged is not None
+    assert merged.tolist() == [[0.5, 0.25], [2, 4]]
+    assert merge_scales(old, None) is old
+    assert merge_scales(None, new) is new
+    assert merge_scales(None, None) is None
 
 
 def test_names_of_types_go_both_ways() -> None:

@@ -12,6 +12,7 @@ from jpaged.access.authenticator import HTTP
 from jpaged.cli.main import COMMANDS
 from jpaged.cli.options import to_flag
 from jpaged.config import ENVIRONMENT, EngineConfig, iter_options, platform_default
+from jpaged.http.app import INSTEAD
 from jpaged.server_load import DISTRIBUTIONS, get_metrics
 from protos.generate import PROTOS
 from protos.lint import compile_protos
@@ -69,7 +70,7 @@ async def test_the_page_of_vllm_has_the_tables_of_its_paths_and_metrics():
     assert {f"vllm:{name}" for name in vllm_names.METRICS.split()} - names - explained == set()
     instead = re.findall(r"`((?:vllm|jpaged):[a-z_]+\b)`", " ".join(vllm_names.OURS.values()))
     assert set(instead) - names == set()
-    explained = {path for group in vllm_names.INSTEAD for path in group.split()}
+    explained = {path for group in INSTEAD for path in group.split()}
     served = {path.replace(":path", "") for _, path in HTTP}
     assert set(vllm_names.PATHS.split()) - served - explained == set()
     assert explained & served == set()

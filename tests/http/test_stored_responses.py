@@ -14,8 +14,9 @@ from jpaged import json_text
 from jpaged.errors import AlreadyExists, Cancelled, InvalidArgument, LimitExceeded, NotFound, QueueFull, RequestTooLong
 from jpaged.http import responses
 from jpaged.http.response_store import BackgroundRun, ReferredItems, ResponseStore, StoredResponse, StoredTurn
+from jpaged.openai.chat_tools import custom_input
 from jpaged.openai.request import LenientBody
-from jpaged.openai.response_input import custom_input, open_reasoning, seal_reasoning
+from jpaged.openai.response_input import open_reasoning, seal_reasoning
 from jpaged.openai.responses import StoredTurns, continued_items, listed_items, parse_responses_request
 from jpaged.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat
 from jpaged.testing import ByteTokenizer, FakeExecutor, scripted

@@ -69,6 +69,7 @@ READ_BY_SOME = {
     *("user", "echo", "stream", "return_token_ids", "include_reasoning", "add_special_tokens", "chat_template_kwargs"),
     *("documents", "continue_final_message", "add_generation_prompt", "request_id", "use_beam_search"),
     *("return_tokens_as_token_ids", "truncation_side", "thinking_token_budget", "prompt_embeds"),
+    *("functions", "function_call"),
 }
 SURPRISE = {"never": ["meant"]}
 VLLM_CHAT: dict[str, Any] = {
@@ -172,7 +173,7 @@ def plain(value: Any) -> Any:
         return value
     sampling = replace(value.sampling, top_k=max(0, value.sampling.top_k), best_of=None)
     prompts = [replace(one, chat_options=replace(one.chat_options, tool_choice=None)) for one in value.prompts]
-    return replace(value, user=None, request_id=None, sampling=sampling, prompts=tuple(prompts))
+    return replace(value, user=None, request_id=None, call_form=None, sampling=sampling, prompts=tuple(prompts))
 
 
 @pytest.mark.parametrize("path", OF_PATH)

@@ -186,7 +186,8 @@ def chat_body(place: str, name: str) -> dict[str, Any]:
         part = {"type": kind, **parts[kind]}
         message["content"] = [{name: value, **part}]
     elif place == "chat tool_calls":
-        message = {**ASSISTANT, "tool_calls": [{name: value, **CALL}]}
+        call = {"type": "custom", "id": "a"} if name == "custom" else CALL
+        message = {**ASSISTANT, "tool_calls": [{name: value, **call}]}
     bodies: Mapping[str, dict[str, Any]] = {
         "chat tools": {"tools": [{"type": name, name: FUNCTION}]},
         "chat tools of type function": {"tools": [{**TOOL, "function": {name: value, **FUNCTION}}]},

@@ -189,9 +189,10 @@ class Gptq:
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
         """See `Scheme`."""
         (num_out, depth), groups = shape, form.num_groups(shape[1])
-        stored = sorted(bits for bits in self.bits if BITS[bits] == form.values)
-        per_word = max(_multiple(bits) for bits in stored)
+        known = sorted(bits for bits in self.bits if BITS[bits] == form.values)
+        per_word = min(_multiple(bits) for bits in known)
         require_whole(module, shape, per_word, per_word)
+        stored = [bits for bits in known if num_out % _multiple(bits) == 0 and depth % _multiple(bits) == 0]
         lost = functools.partial(_lost_zeros, stored, num_out)
         return {
             "qweight": MatrixPart(

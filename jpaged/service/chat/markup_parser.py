@@ -337,21 +337,27 @@ class _ArgumentWriter:
         self._writer.arguments("}")
 
 
+_QUOTE = '"'
+
+
 class MarkupParser(ToolParser):
-    """Parses the calls of a `CallMarkup`. Closing tags may be missing."""
+    """Parses the calls of a `CallMarkup`. Closing tags may be missing, and so may quotes around names."""
 
     def __init__(self, writer: PieceWriter, markup: CallMarkup) -> None:
         opener, self._closer = (text.strip() for text in markup.section)
-        self._call_tag = markup.begin.strip()
+        self._call_tag = markup.begin.strip().removesuffix(_QUOTE)
         super().__init__(writer, tuple(tag for tag in (opener, self._call_tag) if tag))
         self._markup = markup
         self._end, self._name_end = markup.end.strip(), markup.name_end.strip()
+        self._is_quoted = self._name_end.startswith(_QUOTE)
         self._arguments = _ArgumentWriter(writer)
         self._value = JsonValue()
         self._head: tuple[str, str | None] = ("", None)
         parameters = markup.parameters
-        self._parameter = "" if parameters is None else parameters.begin.strip()
+        self._parameter = "" if parameters is None else parameters.begin.strip().removesuffix(_QUOTE)
         self._key_ends = () if parameters is None else tuple(text.strip() for text in parameters.key_ends)
+        if self._key_ends == (f"{_QUOTE}>",):
+            self._key_ends += (">",)
         self._value_begin = "" if parameters is None else parameters.value_begin.strip()
         self._value_end = "" if parameters is None else parameters.end.strip()
         self._is_on_lines = parameters is not None and parameters.end.startswith("\n")
@@ -378,13 +384,17 @@ class MarkupParser(ToolParser):
     def _in_head(self) -> bool:
         """Read the name and the text after it."""
         self._skip_space()
+        if self._is_quoted and self._waiting.startswith(_QUOTE):
+            self._raw, self._waiting = self._raw + _QUOTE, self._waiting.removeprefix(_QUOTE)
         if not self._waiting:
             return False
         found = _NAME.match(self._waiting)
         if found is None or len(found[0]) > _MAX_NAME_CHARS:
             return self._give_up()
         rest = self._waiting[found.end() :].lstrip(SPACE)
-        ends = (self._name_end,) if self._name_end else (self._parameter, self._end)
+        ends = [self._name_end] if self._name_end else [self._parameter, self._end]
+        if self._is_quoted:
+            ends.append(self._name_end.removeprefix(_QUOTE))
         tag = next((end for end in ends if rest.startswith(end)), None)
         if tag is None:
             return False if any(end.startswith(rest) for end in ends) else self._give_up()
@@ -470,10 +480,10 @@ class MarkupParser(ToolParser):
         if found is None:
             return False
         self._raw, self._waiting = "", self._waiting[found[0] + len(found[1]) :]
-        key = key.strip(SPACE)
+        key = key.strip(SPACE).removeprefix(_QUOTE)
         self._arguments.key(key)
         self._types = parameter_types(self._writer.schemas.get(self._head[0]), key)
-        if len(self._key_ends) > 1:
+        if len(self._key_ends) > 1 and ">" not in self._key_ends:
             self._is_explicit = found[1] != self._key_ends[0]
             if not self._is_explicit and (not self._types.names or "string" in self._types.names):
                 self._types = ArgumentTypes(frozenset({"string"}))
@@ -538,7 +548,7 @@ class MarkupParser(ToolParser):
     def _left(self) -> str:
         """Write the rest of an argument, or return the rest of the text as content."""
         if self._state == self._in_key:
-            self._arguments.cut_key(self._waiting)
+            self._arguments.cut_key(self._waiting.removeprefix(_QUOTE))
         elif self._state == self._in_text:
             self._writer.arguments(encode_string(self._waiting)[1:-1])
         elif self._state in (self._in_value, self._open_value) and self._waiting:

@@ -1,7 +1,8 @@
 """Incremental parsers of tool calls, one for each model family, and their shared base.
 
 `ToolParser` emits text up to a tag, and holds back text that may still become one. `CallObject` reads a call as a JSON
-object, `{"name": ..., "arguments": {...}}`, incrementally. `PieceWriter` buffers an answer's pieces.
+object, `{"name": ..., "arguments": {...}}`, incrementally; arguments may also be a string with the JSON of an object,
+which is read whole. `PieceWriter` buffers an answer's pieces.
 
 Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, a pair of tags for each call.
 Source: https://github.com/NousResearch/Hermes-Function-Calling. Qwen 2.5 and 3 have the same format.
@@ -125,7 +126,7 @@ class Reading(enum.Enum):
 
 
 class _ParsePosition(enum.Enum):
-    """Position in the object: what comes next, or (the last five) which value is being read."""
+    """Position in the object: what comes next, or (the last six) which value is being read."""
 
     OPENING = enum.auto()
     FIRST_KEY = enum.auto()
@@ -136,6 +137,7 @@ class _ParsePosition(enum.Enum):
     IN_KEY = enum.auto()
     IN_NAME = enum.auto()
     IN_ARGUMENTS = enum.auto()
+    IN_QUOTED_ARGUMENTS = enum.auto()
     IN_NULL = enum.auto()
     PASSED_OVER = enum.auto()
 
@@ -149,9 +151,16 @@ _VALUES = (
     _ParsePosition.IN_KEY,
     _ParsePosition.IN_NAME,
     _ParsePosition.IN_ARGUMENTS,
+    _ParsePosition.IN_QUOTED_ARGUMENTS,
     _ParsePosition.IN_NULL,
     _ParsePosition.PASSED_OVER,
 )
+_OF_ARGUMENTS = {
+    "{": _ParsePosition.IN_ARGUMENTS,
+    '"': _ParsePosition.IN_QUOTED_ARGUMENTS,
+    "n": _ParsePosition.IN_NULL,
+}
+"""What begins with each character in place of arguments."""
 _NO_ARGUMENTS = "{}"
 
 
@@ -197,7 +206,7 @@ class JsonValue:
 
 
 class CallObject:
-    """One call. Writing starts once its name is known and its arguments, an object or null, begin.
+    """One call. Writing starts once its name is known and its arguments begin, an object or null.
 
     Before that, only `name`, the arguments under either key, and ignored keys (`type`, `id`, `index`) may occur. Any
     other key makes it malformed, so that a JSON answer that is not a call is recognized early. Keys after the arguments
@@ -262,8 +271,9 @@ class CallObject:
         elif self._string == "name" and self._name is None:
             place, opener = _ParsePosition.IN_NAME, '"'
         elif self._string in _ARGUMENTS and not self._early:
-            is_null = text[at] == "n"
-            place, opener = (_ParsePosition.IN_NULL, "n") if is_null else (_ParsePosition.IN_ARGUMENTS, "{")
+            place, opener = _OF_ARGUMENTS.get(text[at], _ParsePosition.IN_ARGUMENTS), text[at]
+            if opener not in _OF_ARGUMENTS:
+                raise _MalformedError(at)
         else:
             raise _MalformedError(at)
         if text[at] != opener or opener in ",:]}":
@@ -302,10 +312,11 @@ class CallObject:
             self._place, self._string = _ParsePosition.COLON, _unquoted(self._string, at)
             if not self.has_begun and self._string not in ("name", *_ARGUMENTS, *_SAYS_NOTHING):
                 raise _MalformedError(at)
-        elif place is _ParsePosition.IN_NULL:
-            if self._string != "null":
+        elif place in (_ParsePosition.IN_NULL, _ParsePosition.IN_QUOTED_ARGUMENTS):
+            text = "" if self._string == "null" else _unquoted(self._string, at).strip(SPACE)
+            self._early = [text or _NO_ARGUMENTS]
+            if not _is_object(self._early[0]):
                 raise _MalformedError(at)
-            self._early = [_NO_ARGUMENTS]
             self._begin()
         elif place is _ParsePosition.IN_NAME:
             self._name = _unquoted(self._string, at)
@@ -320,6 +331,13 @@ def _unquoted(string: str, at: int) -> str:
         return str(json.loads(string))
     except ValueError:
         raise _MalformedError(at) from None
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def num_held(text: str, tags: tuple[str, ...]) -> int:

@@ -4,7 +4,6 @@ compiler.py             constraints -> grammars, off the event loop, each once; 
 sources.py              a constraint as the library's source, and its errors in the caller's terms
 ebnf.py                 EBNF -> Lark
 sandbox.py              limits, and the child process that tries a grammar before the server compiles it
-__main__.py             the child: `python -m jpaged.service.structured_output`
 vocabulary.py           a tokenizer as grammars see it
 budgeted_completion.py  completes a text when few tokens are left
 """

@@ -242,10 +242,14 @@ class _TrialChild(ModuleProcess):
     """The process, with a vocabulary."""
 
     def __init__(self, spec: VocabularySpec) -> None:
-        super().__init__("jpaged.service.structured_output", _START_TIMEOUT_S)
+        super().__init__("jpaged.service.structured_output.sandbox", _START_TIMEOUT_S)
         send(self.connection, asdict(spec))
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Send a question and wait for the answer; raise OSError or EOFError on failure."""
         send(self.connection, question)
         return receive(self.answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -191,3 +191,13 @@ def test_sizes_that_do_not_fill_words_are_refused(name: str, shape: tuple[int, i
     assert form is not None
     with pytest.raises(Unsupported, match=f"{module}: {problem}"):
         scheme.parts(module, shape, form)
+
+
+def test_a_matrix_of_4_bits_need_not_fill_the_words_of_3_bits_of_others() -> None:
+    config = {**OF["gptq"].config, "bits": 4, "dynamic": {r".*\.mlp\..*": {"bits": 3}}}
+    scheme, module = find_scheme({"quantization_config": config}), "model.layers.0.self_attn.q_proj"
+    assert scheme is not None
+    form = scheme.quantization.get_format(module)
+    assert form is not None
+    assert scheme.parts(module, (40, 48), form)["qweight"].shapes == ((6, 40),)
+    assert scheme.parts(module, (64, 64), form)["qweight"].shapes == ((6, 64), (8, 64))

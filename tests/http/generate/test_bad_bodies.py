@@ -159,7 +159,7 @@ OF_PARTS = {"role": "user", "content": [{"type": "x"}]}
         ("/v1/completions", {"prompt": [300]}, "prompt", "256"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 999}, "max_tokens", "max_model_len"),
-        ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
+        ("/v1/completions", {"functions": [{"name": "f"}]}, "functions", "tools"),
         ("/v1/chat/completions", {"store": "yes"}, "store", "bool"),
         ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
         ("/v1/chat/completions", {"max_completion_tokens": 999}, "max_completion_tokens", "max_model_len"),

@@ -35,7 +35,7 @@ async def test_each_error_is_the_one_of_its_kind() -> None:
             openai.NotFoundError, match="POST /v1/responses/compact is not served: send a normal request"
         ):
             await client.responses.compact(model="fake", input="a")
-        with pytest.raises(openai.NotFoundError, match="there is no POST /v1/audio/speech"):
+        with pytest.raises(openai.NotFoundError, match="POST /v1/audio/speech is not served: models take text"):
             await client.audio.speech.create(model="fake", voice="x", input="y")
         with pytest.raises(openai.BadRequestError) as long:
             await client.completions.create(prompt="x" * 200, **GREEDY)
@@ -152,3 +152,16 @@ async def test_a_fault_of_ours_is_a_status_and_tells_nothing_more(monkeypatch: p
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as failed:
             await client.completions.create(prompt="hello", max_tokens=4, **GREEDY)
         assert failed.value.code == "INTERNAL_ERROR"
+
+
+async def test_a_path_of_other_servers_is_answered_with_what_to_use() -> None:
+    async with running(http_port=0) as harness, httpx2.AsyncClient(base_url=harness.http_url) as client:
+        for path, text in {
+            "/v1/conversations/conv_1/items": "conversations are not stored",
+            "/v1/chat/completions/render": "use `/tokenize` and `/detokenize`",
+            "/reset_mm_cache": "encoded images are found by their content",
+        }.items():
+            answer = await client.post(path, json={})
+            assert answer.status_code == 404
+            assert f"POST {path} is not served: {text}" in answer.json()["error"]["message"]
+        assert "there is no POST /v1/conversation" in (await client.post("/v1/conversation", json={})).text

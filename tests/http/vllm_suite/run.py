@@ -149,7 +149,8 @@ def lay_out(source: Path, folder: Path) -> None:
 def run(python: str, folder: Path, files: Sequence[str], model: Path) -> dict[tuple[str, str], str]:
     """Run test files and return the outcomes."""
     report = folder / "report.xml"
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-o", "junit_family=xunit1"]
+    python = os.path.abspath(shutil.which(python) or python)  # the folder changes, and a link to it must stay
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=native", "-o", "junit_family=xunit1"]
     command += [
         f"--timeout={_TEST_TIMEOUT_S}",
         "-o",

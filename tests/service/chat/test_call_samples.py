@@ -235,6 +235,9 @@ def test_a_value_has_the_type_of_the_schema_or_is_a_string(key, value, wanted):
     assert call[1].replace(" ", "") == f'{{"{key}": {wanted}}}'.replace(" ", "")
 
 
+CUT = ("", ("find", '{"city": "a > b", "da'))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
@@ -258,6 +261,13 @@ def test_a_value_has_the_type_of_the_schema_or_is_a_string(key, value, wanted):
         ("deepseek_v32", DSML.format("other", "false", '"a"'), '{"other": "a"}'),
         ("deepseek_v32", DSML.format("other", "false", "a"), '{"other": "a"}'),
         ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>null<|tool_call_end|>", ("", ("now", "{}"))),
+        (
+            "minimax_m2",
+            "<minimax:tool_call><invoke name=find><parameter name=city>Oslo</parameter></invoke></minimax:tool_call>",
+            '{"city": "Oslo"}',
+        ),
+        ("minimax_m2", '<invoke name=find ><parameter name="city">a > b</parameter><parameter name=da', CUT),
+        ("minimax_m2", '<invoke name="fi nd">', ('<invoke name="fi nd">',)),
         (
             "kimi_k2",
             "<|tool_call_begin|>now<|tool_call_argument_begin|>[]",

@@ -60,6 +60,9 @@ CALLS = {
         ('<tool_call>\n{"name": "now"}\n</tool_call>', "", [("now", "{}")]),
         ('<tool_call>{"name": "now", "arguments": null}</tool_call>ok', "ok", [("now", "{}")]),
         ('<tool_call>{"arguments":null,"name":"now","id":1}</tool_call>', "", [("now", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>ok', "ok", [("f", '{"a": 1}')]),
+        ('<tool_call>{"arguments": " {\\"a\\": {}} ", "name": "f"}', "", [("f", '{"a": {}}')]),
+        ('<tool_call>{"name": "f", "arguments": "", "id": 1}', "", [("f", "{}")]),
         ('<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>', "", [("café", "{}")]),
     ],
     "llama3_json": [
