@@ -623,6 +623,9 @@ def test_a_data_port_is_no_store_and_needs_a_role() -> None:
     config = json.dumps({"kv_connector": "jax", "kv_connector_extra_config": extra})
     found = EngineConfig.load({"kv_transfer_config": config, "role": "prefill"}).cache.data_port
     assert found is not None and found.allowed_peers == ("10.0.0.7",)
+    mapped = config.replace("10.0.0.7", "::ffff:10.0.0.7").replace("127.0.0.1:0", "[::ffff:127.0.0.1]:0")
+    found = EngineConfig.load({"kv_transfer_config": mapped, "role": "prefill"}).cache.data_port
+    assert found is not None and (found.address, found.allowed_peers) == ("127.0.0.1:0", ("10.0.0.7",))
     for peer, problem in (("host", "is not a numeric address"), ("::1", "one is IPv4, the other IPv6")):
         wrong = config.replace("10.0.0.7", peer)
         with pytest.raises(InvalidArgument, match=problem):

@@ -239,9 +239,7 @@ class DataPortOptions:
             problem = f"{shorten(repr(size))} is not a number of bytes from {_MIN_BUFFER_BYTES}"
             raise InvalidArgument(f"{_TRANSFER}.kv_buffer_size", problem)
         address = _numeric_address(f"{name}.address", config.address)
-        peers = tuple(config.allowed_peers)
-        for peer in peers:
-            _check_peer(f"{name}.allowed_peers", peer, address)
+        peers = tuple(_checked_peer(f"{name}.allowed_peers", peer, address) for peer in config.allowed_peers)
         return cls(address, _PORT_ROLES[role], int(size), config.pull_timeout, peers)
 
     def check(self, role: str) -> None:
@@ -260,28 +258,36 @@ _PORT_ROLES: Mapping[str, str | None] = {"kv_both": None, "kv_producer": "prefil
 _MIN_BUFFER_BYTES = 1 << 20
 
 
-def _check_peer(name: str, peer: str, address: str) -> None:
-    """Reject an address that cannot connect to another one."""
+def _plain_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return a numeric address; an IPv4 address in IPv6 form as IPv4, because its packets are."""
+    found = ipaddress.ip_address(host)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found if mapped is None else mapped
+
+
+def _checked_peer(name: str, peer: str, address: str) -> str:
+    """Return a numeric address; reject one that cannot connect to another one."""
     version = ipaddress.ip_address(split_address(name, address)[0]).version
     try:
-        found = ipaddress.ip_address(peer)
+        found = _plain_address(peer)
     except ValueError:
         raise InvalidArgument(name, f"{shorten(repr(peer))} is not a numeric address") from None
     if found.version != version:
         raise InvalidArgument(name, f"{peer} cannot connect to {address}: one is IPv4, the other IPv6")
+    return str(found)
 
 
 def _numeric_address(name: str, value: str) -> str:
     """Return the HOST:PORT of one interface; raise InvalidArgument for any other value."""
     if not value:
         raise InvalidArgument(name, "is missing: it is the HOST:PORT to listen on, such as 127.0.0.1:0")
-    host, _ = split_address(name, value)
+    host, port = split_address(name, value)
     try:
-        found = ipaddress.ip_address(host)
+        found = _plain_address(host)
     except ValueError:
         problem = f"{value}: HOST must be a numeric address, because a name may bind every interface"
         raise InvalidArgument(name, problem) from None
     if found.is_unspecified or found.is_multicast:
         problem = f"{value}: HOST must be the address of one interface, because each client of the port is trusted"
         raise InvalidArgument(name, problem)
-    return value
+    return f"{found}:{port}" if found.version == 4 else value

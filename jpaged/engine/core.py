@@ -71,9 +71,10 @@ _PROCESS = secrets.token_bytes(16)
 """Prevents that other processes find blocks of updated weights, whose contents are not compared."""
 
 
-def _record_prefill(rate: PrefillRate, _: SchedulerOutput, __: StepOutputs, timing: StepTiming) -> None:
-    """Add a dispatch to a measured rate."""
-    rate.record(timing.num_tokens, timing.num_padded, timing.num_steps, timing.seconds)
+def _record_prefill(rate: PrefillRate, scheduled: SchedulerOutput, _: StepOutputs, timing: StepTiming) -> None:
+    """Add a dispatch to a measured rate, unless every row of it decodes."""
+    if any(row.num_tokens > 1 for row in scheduled.rows):
+        rate.record(timing.num_tokens, timing.num_padded, timing.num_steps, timing.seconds)
 
 
 def _with_problem(error: JpagedError, problem: str) -> tuple[str, ...]:

@@ -458,13 +458,13 @@ class TransferRates:
     """Measured rates of both transports, which choose between them, and between transferring and computing.
 
     The data port is preferred, until blocks that were sent as pieces after a failure came faster. What is slower is
-    tried again for each 16th prompt.
+    tried again for each 16th prompt. A port whose first pulls all fail has no rate, and prevents no comparison.
     """
 
     def __init__(self) -> None:
         self._rates: dict[bool, TransferRate] = {}
         self._num_measured: Counter[bool] = Counter()
-        self._num_without_port = self._num_computed = 0
+        self._num_without_port = self._num_computed = self._num_failed_pulls = 0
 
     def record(self, num_bytes: int, seconds: float, *, is_port: bool) -> None:
         """Add a transfer of a prompt's blocks."""
@@ -472,6 +472,16 @@ class TransferRates:
             self._rates[is_port] = TransferRate(_FIRST_BYTES_PER_S, _FIRST_LATENCY_S)
         self._rates[is_port].record(num_bytes, seconds)
         self._num_measured[is_port] += 1
+
+    def record_timeout(self, num_bytes: int, seconds: float, *, is_port: bool) -> None:
+        """Add a transfer that did not end in this time, unless this size is expected to take longer."""
+        rate = self._rates.get(is_port)
+        if num_bytes and (rate is None or seconds > rate.seconds(num_bytes)):
+            self.record(num_bytes, seconds, is_port=is_port)
+
+    def note_failed_pull(self) -> None:
+        """Count a pull without a result."""
+        self._num_failed_pulls += 1
 
     def choose_port(self, num_bytes: int) -> bool:
         """Return True if blocks of this size are to be pulled from a data port."""
@@ -484,7 +494,8 @@ class TransferRates:
         """Return the seconds of a transfer that takes longer than computing; None if it should be tried."""
         measured = [rate for is_port, rate in self._rates.items() if self._num_measured[is_port] >= _MIN_MEASURED]
         transfer_s = min((rate.seconds(num_bytes) for rate in measured), default=0.0)
-        if transfer_s <= compute_s or (has_port and True not in self._rates):
+        is_untried = has_port and True not in self._rates and self._num_failed_pulls < _MIN_MEASURED
+        if transfer_s <= compute_s or is_untried:
             return None
         self._num_computed += 1
         return None if self._num_computed % _RETRY_EACH == 0 else transfer_s
@@ -655,7 +666,7 @@ class DecodeRole:
     ) -> None:
         """Transfer the blocks that the peer has. Count why blocks are missing; the engine computes them."""
         counts, clock, began_s = model.role_counts, model.engine.clock, model.engine.clock()
-        arriving, moved = coming.arriving, {True: 0, False: 0}
+        arriving, moved, is_port = coming.arriving, {True: 0, False: 0}, False
         most = len(arriving.chain.keys) * arriving.num_kv_groups  # some blocks that arrive may already be here
         receiving = Receiving(arriving, most, coming.keys)
         receiving.give(homes)
@@ -665,12 +676,13 @@ class DecodeRole:
             async with asyncio.timeout(wait_s):
                 async for part in answer.parts():
                     num_before = receiving.num_blocks
+                    is_port = isinstance(part, BlockOffer)
                     if isinstance(part, BlockOffer):
                         num_bytes = await self._pull(model, receiving, coming, answer, part)
                     else:
                         await self._workers.run(functools.partial(receiving.take, part), _BIG)
                         num_bytes = sum(len(piece.contents) for piece in part)
-                    moved[isinstance(part, BlockOffer)] += num_bytes
+                    moved[is_port] += num_bytes
                     counts.add(num_blocks_received=receiving.num_blocks - num_before, num_bytes_received=num_bytes)
                     if receiving.is_full:
                         return
@@ -681,6 +693,8 @@ class DecodeRole:
                 counts.add(num_blocks_missing=len(homes) - num_written)
         except (JpagedError, TimeoutError) as error:
             counts.failed("transfer", error)
+            if isinstance(error, TimeoutError | DeadlineExceeded):  # all blocks would have taken at least this long
+                self._rates.record_timeout(len(homes) * arriving.bytes_per_block, clock() - began_s, is_port=is_port)
 
     async def _pull(
         self,
@@ -708,6 +722,7 @@ class DecodeRole:
             is_received = True
         except (JpagedError, TimeoutError) as error:
             counts.note_failed_pull(error)
+            self._rates.note_failed_pull()
             return 0
         finally:
             answer.finish_pull(offer.uuid, is_received=is_received)

@@ -300,6 +300,15 @@ def test_what_takes_longer_to_transfer_than_to_compute_is_computed_and_tried_aga
     assert rates.compare(size, 0.5, has_port=True) is None
 
 
+def test_a_port_whose_pulls_all_fail_does_not_prevent_computing() -> None:
+    rates, size = TransferRates(), 1 << 20
+    for _ in range(4):
+        rates.record(size, 1.0, is_port=False)
+        assert rates.compare(size, 0.5, has_port=True) is None
+        rates.note_failed_pull()
+    assert rates.compare(size, 0.5, has_port=True) == pytest.approx(1.0, rel=0.3)
+
+
 async def test_prompts_are_computed_where_a_transfer_would_take_longer(connected: Callable[..., Any]) -> None:
     """A token takes a millionth of a second here, less than any transfer."""
     async with connected(decode={"kv_transfer_config": TRANSFER, "prefill_policy": "auto"}) as ports:

@@ -15,6 +15,7 @@ from jpaged import peers as prefill_module
 from jpaged._proto.v1 import control_pb2, inference_pb2
 from jpaged.service import kv_protocol, roles
 from jpaged.service.handoff import FirstToken
+from jpaged.service.roles import TransferRates
 from tests.server.harness import collect, eventually, failure_of, request
 from tests.server.roles.test_roles import LONG, Pair, alone, fake, folded, pair
 from tests.server.travel.pairs import is_at_rest
@@ -78,6 +79,20 @@ async def test_an_abort_ends_every_sequence_whose_first_token_was_told(monkeypat
             assert [one.is_last for one in rest] == [False, False, True]
             assert (rest[-1].usage.prompt_tokens, rest[-1].usage.completion_tokens) == (len(LONG) + 2, 3)
             await is_at_rest(both.prefill)  # although nobody has read the blocks
+
+
+async def test_transfers_that_time_out_count_as_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_to_send(monkeypatch, transfer_timeout=0.05) as both:
+        recorded: list[tuple[int, float, bool]] = []
+
+        def record(_: TransferRates, num_bytes: int, seconds: float, *, is_port: bool) -> None:
+            recorded.append((num_bytes, seconds, is_port))
+
+        monkeypatch.setattr(TransferRates, "record", record)
+        async with asyncio.timeout(300):
+            await collect(both.decode.inference.Generate(request(LONG)))
+        ((num_bytes, seconds, is_port),) = recorded
+        assert num_bytes > 0 and seconds >= 0.05 and not is_port
 
 
 async def test_a_deadline_holds_while_blocks_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,16 @@
 """A disk that is slow, or does not answer: nobody waits for it longer than it is worth, and nothing ends with it."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from jpaged.engine import core
 from jpaged.engine.executor import DeviceRates
 from jpaged.engine.kv_cache.connector import PrefillRate, TransferRate
 from jpaged.engine.kv_cache.offload import connector_tier
+from jpaged.engine.observers import StepTiming
+from jpaged.engine.scheduler.output import SchedulerOutput
 from tests.engine.kv_cache.offload.disks import PROMPT, Server, second_life
 
 
@@ -124,6 +130,21 @@ def test_the_time_to_compute_follows_the_measured_steps():
     for _ in range(30):
         rate.record(40, 64, 1, 0.006)
     assert rate.seconds(0, 128) == pytest.approx(0.012, rel=0.01)
+
+
+def test_steps_of_many_decoding_rows_do_not_count_as_prompts():
+    nothing: Any = None
+    rate = PrefillRate(DeviceRates(1e9, 1e9, ((16, 0.001), (64, 0.002))))
+    timing = StepTiming(nothing, num_tokens=32, num_padded=64, num_steps=1, begin_s=0.0, end_s=5.0, seconds=5.0)
+    before, scheduled = rate.seconds(0, 16), SchedulerOutput(num_tokens=32)
+    row: Any = SimpleNamespace(num_tokens=1)
+    chunk: Any = SimpleNamespace(num_tokens=31)
+    scheduled.rows = [row] * 32
+    core._record_prefill(rate, scheduled, nothing, timing)
+    assert rate.seconds(0, 16) == before
+    scheduled.rows = [row, chunk]
+    core._record_prefill(rate, scheduled, nothing, timing)
+    assert rate.seconds(0, 16) > before
 
 
 def test_blocks_are_loaded_again_once_computing_them_has_become_slow(tmp_path):
