@@ -121,7 +121,7 @@ def split_json_flags(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     """Return the words without flags for single keys of JSON options, and the objects with these keys, by flag.
 
     Raises:
-        InvalidArgument: a key has no value or two, or the option is given as an object too; names the flag.
+        InvalidArgument: a key has no value or two, or is added to what is no object; names the flag.
     """
     flags = {to_flag(name) for name, _, spec in iter_options() if is_json(spec)}
     given: dict[str, dict[str, Any]] = {}
@@ -148,10 +148,26 @@ def split_json_flags(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
         if keys[-1] in target:
             raise InvalidArgument(name, "is given twice")
         target[keys[-1]] = _json_or_text(value)
-    for flag in given:
-        if any(word.partition("=")[0] == flag for word in rest):
-            raise InvalidArgument(flag, f"is given as a JSON object and as {flag}.KEY: use one of them")
+    for flag, single in given.items():
+        whole = _take_object(flag, rest)
+        if both := sorted(whole.keys() & single.keys()):
+            raise InvalidArgument(f"{flag}.{both[0]}", f"is given twice: also in the JSON object of {flag}")
+        given[flag] = whole | single
     return rest, given
+
+
+def _take_object(flag: str, words: list[str]) -> dict[str, Any]:
+    """Return the JSON object that a flag has, and remove both from the words; empty if it is not there."""
+    place = next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)
+    if place is None:
+        return {}
+    _, equals, text = words[place].partition("=")
+    num_words = 1 if equals else 2
+    value = _json_or_text(text if equals else "".join(words[place + 1 : place + 2]))
+    if not isinstance(value, dict):
+        raise InvalidArgument(flag, f"is {str(value)[:80]!r}, no JSON object: {flag}.KEY cannot be added")
+    del words[place : place + num_words]
+    return value
 
 
 def _json_or_text(word: str) -> Any:

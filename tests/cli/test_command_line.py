@@ -107,6 +107,10 @@ def test_keys_of_json_are_named_as_they_are_given():
             "--kv-transfer-config.kv_connector_extra_config.deep.is_on true -- model",
             {"kv_connector_extra_config": {"dir": "/m", "n": 9, "deep": {"is_on": True}}},
         ),
+        (
+            '--kv-transfer-config.kv_connector A --kv-transfer-config {"kv_connector_module_path":"c"} model',
+            {"kv_connector": "A", "kv_connector_module_path": "c"},
+        ),
     ],
 )
 def test_keys_of_json_may_be_flags_as_in_vllm(words, value):
@@ -124,7 +128,12 @@ def test_keys_of_json_may_be_flags_as_in_vllm(words, value):
             "--speculative-config.a 1 --speculative-config.a.b 2",
             "--speculative-config.a.b: conflicts with a value",
         ),
-        ("--speculative-config.a 1 --speculative-config {}", "--speculative-config: is given as a JSON object and as"),
+        (
+            '--speculative-config.a 1 --speculative-config {"a":2}',
+            "--speculative-config.a: is given twice: also in the",
+        ),
+        ("--speculative-config.a 1 --speculative-config=b", "--speculative-config: is 'b', no JSON object"),
+        ('--rope-scaling {} --hf-overrides {"rope_scaling":{}}', "--hf-overrides.rope_scaling: is given twice"),
         ("--kv-transfer-config.kv_conector a", "--kv-transfer-config.kv_conector: is unknown: must be one of"),
     ],
 )

@@ -320,7 +320,7 @@ def test_commands_share_a_file(file):
         ("policy: lottery", "policy: invalid choice: 'lottery'"),
         ("enable-prefix-caching: 'no'", "enable-prefix-caching: 'no' is not true or false"),
         ("prefill-context-parallel-size: 2", "--prefill-context-parallel-size: 2 is not supported, only 1"),
-        ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "use one of them"),
+        ("speculative-config: {method: ngram}\nspeculative-config.method: suffix", "is given twice: also in the JSON"),
         ("port.x: 1", "port.x: is not an option: the value of --port is not a JSON object"),
         ("swap-space.x: 1", "swap-space.x: is not an option: the value of --swap-space is not a JSON object"),
         ("gpu-memory-utilization.x: 1", "gpu-memory-utilization.x: is not an option"),
