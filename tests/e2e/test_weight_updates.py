@@ -336,6 +336,43 @@ class CountingBar:
         pass
 
 
+@pytest.mark.long
+def test_beams_of_one_version_are_those_of_a_run_with_it(tmp_path: Path) -> None:
+    """Beams are swapped out and computed again with few blocks, while the weights change all the time."""
+    folder = write_model("llama_mha", tmp_path / "model")
+    weights = [load_file(folder / FILE), write_other(folder, tmp_path / "other")]
+    prompts = random_prompts([5, 9, 13, 17, 21, 12] * 4)
+    params = SamplingParams(beam_width=2, n=2, max_tokens=8, ignore_eos=True)
+    found, lock = list[tuple[list[int], Any]](), threading.Lock()
+    with open_llm(folder, num_blocks=14, block_size=8, max_model_len=64, swap_space=0.01) as llm:
+
+        def search(number: int) -> None:
+            for _ in range(2):
+                outputs = llm.generate([TokensPrompt(prompt_token_ids=one) for one in prompts[number::4]], params)
+                with lock:
+                    found.extend(zip(prompts[number::4], outputs, strict=True))
+
+        callers = [threading.Thread(target=search, args=(number,)) for number in range(4)]
+        for caller in callers:
+            caller.start()
+        version = 0
+        while any(caller.is_alive() for caller in callers):
+            version += 1
+            llm.update_weights(weights[version % 2], version=version)
+            callers[version % 4].join(0.05)
+        assert len(found) == 48
+        num_compared = 0
+        for which in range(2):
+            llm.update_weights(weights[which])
+            for prompt, output in found:
+                versions = {run.version for one in output.outputs for run in one.weight_versions}
+                if len(versions) == 1 and int(*versions) % 2 == which:
+                    (alone,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params)
+                    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in alone.outputs]
+                    num_compared += 1
+        assert num_compared
+
+
 @pytest.mark.parametrize(
     ("num_requests", "num_updates"),
     [pytest.param(400, 8, marks=pytest.mark.long), pytest.param(10_000, 50, marks=pytest.mark.deep)],
