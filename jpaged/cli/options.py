@@ -167,6 +167,8 @@ def _take_object(flag: str, words: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgument(flag, f"is {str(value)[:80]!r}, no JSON object: {flag}.KEY cannot be added")
     del words[place : place + num_words]
+    if any(word.partition("=")[0] == flag for word in words[place:]):
+        raise InvalidArgument(flag, f"is given twice: {flag}.KEY can be added to one object")
     return value
 
 

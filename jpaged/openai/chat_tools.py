@@ -261,7 +261,7 @@ def custom_input(arguments: str) -> str:
     """Return the text that a custom tool was called with; arguments of another form are the text themselves."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
     return without_surrogates(text) if isinstance(text, str) else arguments

@@ -132,6 +132,10 @@ def test_keys_of_json_may_be_flags_as_in_vllm(words, value):
             '--speculative-config.a 1 --speculative-config {"a":2}',
             "--speculative-config.a: is given twice: also in the",
         ),
+        (
+            '--speculative-config {"b":1} --speculative-config={"c":1} --speculative-config.a 1',
+            "--speculative-config: is given twice",
+        ),
         ("--speculative-config.a 1 --speculative-config=b", "--speculative-config: is 'b', no JSON object"),
         ('--rope-scaling {} --hf-overrides {"rope_scaling":{}}', "--hf-overrides.rope_scaling: is given twice"),
         ("--kv-transfer-config.kv_conector a", "--kv-transfer-config.kv_conector: is unknown: must be one of"),

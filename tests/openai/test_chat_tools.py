@@ -9,6 +9,7 @@ import pytest
 
 from jpaged.chat import ToolCall, ToolCallPiece, ToolChoice, ToolChoiceMode
 from jpaged.errors import InvalidArgument
+from jpaged.openai.chat_tools import custom_input
 from jpaged.openai.request import Job, LenientBody, chat_job
 from jpaged.openai.response import build_message
 from jpaged.types import CompletionOutput, FinishReason, OutputEvent, SequenceFinish
@@ -73,6 +74,10 @@ def test_a_call_of_a_custom_tool_has_its_text() -> None:
     function = read_back[1]["tool_calls"][0]["function"]
     assert (function["name"], json.loads(function["arguments"])) == ("run", {"input": '1 + "é"'})
     assert turns_of([USER, message], tools=None) == read_back[:2]
+
+
+def test_input_that_is_nested_too_deep_is_the_text_itself() -> None:
+    assert custom_input("[" * 100_000) == "[" * 100_000
 
 
 def test_a_streamed_custom_call_has_its_text_in_one_piece() -> None:

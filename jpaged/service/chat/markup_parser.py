@@ -384,7 +384,7 @@ class MarkupParser(ToolParser):
     def _in_head(self) -> bool:
         """Read the name and the text after it."""
         self._skip_space()
-        if self._is_quoted and self._waiting.startswith(_QUOTE):
+        if self._is_quoted and self._waiting.startswith(_QUOTE) and _QUOTE not in self._raw:
             self._raw, self._waiting = self._raw + _QUOTE, self._waiting.removeprefix(_QUOTE)
         if not self._waiting:
             return False

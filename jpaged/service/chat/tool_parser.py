@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece
+from jpaged.chat import ContentPiece, Piece, ReasoningPiece, ToolCallPiece, without_surrogates
 
 NewId = Callable[[], str]
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -328,7 +328,7 @@ class CallObject:
 
 def _unquoted(string: str, at: int) -> str:
     try:
-        return str(json.loads(string))
+        return without_surrogates(str(json.loads(string)))
     except ValueError:
         raise _MalformedError(at) from None
 

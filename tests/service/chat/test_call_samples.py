@@ -267,6 +267,8 @@ CUT = ("", ("find", '{"city": "a > b", "da'))
             '{"city": "Oslo"}',
         ),
         ("minimax_m2", '<invoke name=find ><parameter name="city">a > b</parameter><parameter name=da', CUT),
+        ("minimax_m2", '<invoke name=""find">', ('<invoke name=""find">',)),
+        ("minimax_m2", '<invoke name=" "find">', ('<invoke name=" "find">',)),
         ("minimax_m2", '<invoke name="fi nd">', ('<invoke name="fi nd">',)),
         (
             "kimi_k2",

@@ -63,6 +63,7 @@ CALLS = {
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>ok', "ok", [("f", '{"a": 1}')]),
         ('<tool_call>{"arguments": " {\\"a\\": {}} ", "name": "f"}', "", [("f", '{"a": {}}')]),
         ('<tool_call>{"name": "f", "arguments": "", "id": 1}', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}', "", [("f", '{"a": "\ufffd"}')]),
         ('<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>', "", [("café", "{}")]),
     ],
     "llama3_json": [
