@@ -100,9 +100,9 @@ class TimedTokenizer(HuggingFaceTokenizer):
 
     clock = Clock()
 
-    def _render(self, messages: Any, options: ChatOptions, max_bytes: int) -> str:
+    def _render(self, messages: Any, options: ChatOptions, max_bytes: int, literal: Any) -> str:
         with self.clock.time("render"):
-            return super()._render(messages, options, max_bytes)
+            return super()._render(messages, options, max_bytes, literal)
 
     def cached_chat_ids(self, *given: Any, **options: Any) -> list[int]:
         begin, rendered_s = cpu_s(), self.clock.seconds["render"]
