@@ -198,7 +198,7 @@ class ImageMemory:
     """
 
     def __init__(self, tenant_bytes: int) -> None:
-        self._tenant_bytes = tenant_bytes
+        self.tenant_bytes = tenant_bytes
         self._num_bytes: dict[str, int] = {}
         self._freed: deque[tuple[str, int]] = deque()
         self._lock = threading.Lock()
@@ -215,7 +215,7 @@ class ImageMemory:
         with self._lock:
             self._count_freed()
             own, total = self._num_bytes.get(tenant, 0), sum(self._num_bytes.values())
-        most = self._tenant_bytes
+        most = self.tenant_bytes
         for num_bytes, limit, whose in ((own, most, "this tenant's"), (total, 2 * most, "all")):
             if num_bytes >= limit:
                 problem = f"images of {whose} requests take {num_bytes} bytes of host memory"
@@ -245,26 +245,40 @@ class _Waiting:
 
 
 class _ImageBudget:
-    """Tokens that the images of one request may still take. Thread-safe.
+    """Tokens and host memory that the images of one request may still take. Thread-safe.
 
     Args:
-        check: called before an image is decoded; raises if there is no memory for it.
+        is_bounded: False if the request may take any memory.
     """
 
-    def __init__(self, limit: int, check: Callable[[], None]) -> None:
+    def __init__(self, limit: int, memory: ImageMemory, tenant: str, *, is_bounded: bool) -> None:
         self._limit = limit
-        self._check = check
-        self._num_tokens = 0
+        self._memory = memory
+        self._tenant = tenant
+        self._is_bounded = is_bounded
+        self._num_tokens = self._num_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, field: str, num_tokens: int, size: str) -> None:
+        """Count the tokens of an image before it is decoded; raise if there are too many, or no memory."""
         with self._lock:
             self._num_tokens += num_tokens
-            total = self._num_tokens
+            total, num_bytes = self._num_tokens, self._num_bytes
         if total > self._limit:
             what = f"an image of {size} pixels takes {num_tokens} tokens, with those before it {total}"
             raise RequestTooLong(field, f"{what}, over max_model_len ({self._limit})")
-        self._check()
+        if not self._is_bounded:
+            return
+        if num_bytes >= (most := self._memory.tenant_bytes):  # TryLater would be wrong: it never fits
+            problem = f"images of this request take {num_bytes} bytes of host memory without this one"
+            raise RequestTooLong(field, f"{problem}, over the limit of {most} for a tenant")
+        self._memory.check(self._tenant)
+
+    def add(self, array: NDArray[Any]) -> None:
+        """Count the memory of a prepared image."""
+        with self._lock:
+            self._num_bytes += array.nbytes
+        self._memory.add(self._tenant, array)
 
 
 class ImageInputs:
@@ -344,7 +358,8 @@ class ImageInputs:
         """Start to read and prepare the images of a request, each on a thread.
 
         Args:
-            is_bounded: reading an image fails with TryLater if those of other requests take all memory.
+            is_bounded: reading an image fails with TryLater if those of other requests take all memory, and with
+                RequestTooLong if those of this one do.
 
         Raises:
             InvalidArgument: there are too many.
@@ -352,17 +367,17 @@ class ImageInputs:
         if len(images) > (most := self.limits.max_images):
             problem = f"is image {most + 1} of {len(images)}; limit_mm_per_prompt allows {most}"
             raise InvalidArgument(images[most].field, problem)
-        budget = _ImageBudget(self._max_model_len, lambda: self._memory.check(tenant) if is_bounded else None)
+        budget = _ImageBudget(self._max_model_len, self._memory, tenant, is_bounded=is_bounded)
         return [self._start_reading(image, budget, tenant) for image in images]
 
     def _start_reading(self, image: GivenImage, budget: _ImageBudget, tenant: str) -> Future[PreparedImage]:
         field, source = image
         if not isinstance(source, str) or not _is_url(source):
-            return self._readers.submit(tenant, lambda: self._read(image, budget, tenant))
+            return self._readers.submit(tenant, lambda: self._read(image, budget))
 
         def fetch() -> PreparedImage:
             fetched = GivenImage(field, self._sources.read(field, source))
-            return self._readers.submit(tenant, lambda: self._read(fetched, budget, tenant)).result()
+            return self._readers.submit(tenant, lambda: self._read(fetched, budget)).result()
 
         return self._fetchers.submit(tenant, fetch)
 
@@ -415,7 +430,7 @@ class ImageInputs:
 
         return finish
 
-    def _read(self, image: GivenImage, budget: _ImageBudget, tenant: str) -> PreparedImage:
+    def _read(self, image: GivenImage, budget: _ImageBudget) -> PreparedImage:
         field, source = image
 
         def check_size(width: int, height: int) -> None:
@@ -432,7 +447,7 @@ class ImageInputs:
             check_size(pixels_hwc.shape[1], pixels_hwc.shape[0])
         with _field(field):
             prepared = self._processor.prepare(pixels_hwc)
-        self._memory.add(tenant, prepared.patches_pe)
+        budget.add(prepared.patches_pe)
         return prepared
 
     def place(

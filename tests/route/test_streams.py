@@ -267,7 +267,8 @@ async def test_a_full_server_is_left_for_another_and_a_full_fleet_says_when():
         same = "the same beginning " * 5  # all belong to one server
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         streams = [asyncio.ensure_future(all_of(client.generate(same, greedy))) for _ in range(4)]
-        await eventually(lambda: sum(one.num_open_calls for one in servers) == 4)
+        # A call is open before its server has a place for it, so only the places tell that both servers are full.
+        await eventually(lambda: all(one.serving.engine.is_full for one in servers))
         with pytest.raises(QueueFull) as failure:
             await all_of(client.generate(same, greedy))
         assert failure.value.retry_after_s > 0

@@ -291,6 +291,26 @@ async def test_images_in_flight_take_bounded_memory(monkeypatch: pytest.MonkeyPa
     await settle(inputs, 0)
 
 
+async def test_a_request_over_the_memory_of_a_tenant_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_inputs, "_NUM_THREADS", 1)  # in order
+    (one,) = read(make(), letters("abcd"))
+    size = one.patches_pe.nbytes
+    monkeypatch.setattr(image_inputs, "TENANT_BYTES", 2 * size)
+    inputs = make(cache_bytes=0)
+    images = given(*(letters(text) for text in ("abcd", "efgh", "ijkl")))
+    for _ in range(2):  # not TryLater at any attempt
+        problem = f"take {2 * size} bytes of host memory without this one, over the limit of {2 * size} for a tenant"
+        reads = inputs.start_reading(images, "a", is_bounded=True)
+        with pytest.raises(RequestTooLong, match=rf"image\[2\]: images of this request {problem}"):
+            reads[2].result(5)
+        del reads
+        await settle(inputs, 0)
+    unbounded = inputs.start_reading(images, "a")
+    assert [len(read.result(5).patches_pe) for read in unbounded] == [4, 4, 4]
+    with pytest.raises(TryLater, match="images of this tenant's requests"):
+        inputs.start_reading(images[:1], "a", is_bounded=True)[0].result(5)
+
+
 async def test_cached_images_take_no_memory_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_inputs, "TENANT_BYTES", 40)
     inputs = make(cache_bytes=80)

@@ -188,3 +188,28 @@ def test_a_block_that_was_taken_in_is_a_hit():
     h.run()
     assert h.last("second").usage.cached_tokens == 8
     assert h.engine.load().num_host_hit_tokens == 8
+
+
+def test_a_block_in_host_memory_is_taken_instead_of_a_part_of_one_on_the_device():
+    """The device has the first block and a sibling of the second one; host memory has the second one whole."""
+    h = CheckedHarness(executor=FakeExecutor(num_blocks=16, num_host_blocks=8, block_size=4))
+    prompt, sibling = list(range(1, 10)), [*range(1, 7), 99, 98, 97]
+    for name, tokens in (("first", prompt), ("sibling", sibling), ("second", prompt)):
+        h.expected[name] = expected_outputs(tokens, SamplingParams(max_tokens=2, temperature=0.0), vocab_size=257)
+    h.submit("first", prompt, max_tokens=2)
+    h.run()
+    host, prefixes, blocks = h.engine._loop.memory.host, h.engine._loop.memory.prefixes, h.executor.host_blocks
+    assert host is not None and prefixes is not None and blocks is not None
+    last_key = [*prefixes.cache._blocks][1]
+    table = host.reserve(1)
+    host.copy_out(prefixes.cache._blocks[last_key], table.block_ids()[0])
+    h.step()
+    prefixes.reset()
+    h.submit("sibling", sibling, max_tokens=2)
+    h.run()
+    assert host.insert(last_key, table.block_ids()[0])
+    host.release(table)
+    h.submit("second", prompt, max_tokens=2)
+    h.run()
+    assert h.last("second").usage.cached_tokens == 8
+    assert h.engine.load().num_host_hit_tokens == 4
