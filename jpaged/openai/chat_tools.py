@@ -25,7 +25,6 @@ FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 UNREAD_TOOL_FIELDS = frozenset({"cache_control"})
 """Fields of tools, and of their functions, without an effect."""
 _FUNCTIONS, _FUNCTION_CALL = "functions", "function_call"
-_TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _MAX_SHOWN = 80
 
 
@@ -35,12 +34,12 @@ class CallForm:
 
     Attributes:
         custom: names of the functions that stand for custom tools.
-        numbers: their indices in `tools`.
+        fields: fields of the converted body -> the caller's, such as `tools[0].function` -> `tools[0].custom`.
         is_single: the first call is `function_call`, and there are no others.
     """
 
     custom: frozenset[str] = frozenset()
-    numbers: frozenset[int] = frozenset()
+    fields: Mapping[str, str] = field(default_factory=dict)
     is_single: bool = False
 
     def add_calls(self, message: dict[str, Any], calls: Sequence[ToolCall]) -> None:
@@ -62,8 +61,9 @@ class CallForm:
         if self.is_single:
             name = re.sub(r"^tools\[(\d+)\](\.function)?", rf"{_FUNCTIONS}[\1]", name)
             name = re.sub(r"^tool_choice(\.function)?", _FUNCTION_CALL, name)
-        elif (found := _TOOL.match(name)) is not None and int(found[1]) in self.numbers:
-            name = f"tools[{found[1]}].custom{name[found.end() :]}"
+        ours = next((one for one in self.fields if f"{name}.".startswith(f"{one}.")), None)
+        if ours is not None:
+            name = f"{self.fields[ours]}{name.removeprefix(ours)}"
         return type(error)(name, error.problem)
 
     def get_finish_reason(self, reason: str | None) -> str | None:
@@ -172,15 +172,14 @@ def convert_tools(body: dict[str, Any]) -> CallForm | None:
     is_single = _FUNCTIONS in body or _FUNCTION_CALL in body
     if is_single:
         _convert_functions(body)
-    names, numbers = set[str](), set[int]()
+    names, fields = set[str](), dict[str, str]()
     if isinstance(tools := body.get("tools"), list):
-        numbers = {i for i, tool in enumerate(tools) if _is_custom(tool)}
-        body["tools"] = [_convert_tool(f"tools[{i}]", tool, names) for i, tool in enumerate(tools)]
+        body["tools"] = [_convert_tool(f"tools[{i}]", tool, names, fields) for i, tool in enumerate(tools)]
     if isinstance(choice := body.get("tool_choice"), Mapping):
-        body["tool_choice"] = _convert_choice(choice)
+        body["tool_choice"] = _convert_choice("tool_choice", choice, fields)
     if isinstance(messages := body.get("messages"), list):
-        body["messages"] = [_convert_message(f"messages[{i}]", messages, i) for i in range(len(messages))]
-    return CallForm(frozenset(names), frozenset(numbers), is_single) if numbers or is_single else None
+        body["messages"] = [_convert_message(f"messages[{i}]", messages, i, fields) for i in range(len(messages))]
+    return CallForm(frozenset(names), fields, is_single) if fields or is_single else None
 
 
 def is_other_form(message: Any) -> bool:
@@ -221,9 +220,10 @@ def _is_custom(given: Any) -> bool:
     return isinstance(given, Mapping) and given.get("type") == "custom"
 
 
-def _convert_tool(where: str, tool: Any, names: set[str]) -> Any:
+def _convert_tool(where: str, tool: Any, names: set[str], fields: dict[str, str]) -> Any:
     if not _is_custom(tool):
         return tool
+    fields[f"{where}.function"] = f"{where}.custom"
     custom = tool.get("custom")
     if not isinstance(custom, Mapping):
         raise InvalidArgument(f"{where}.custom", "must be an object with a name")
@@ -238,7 +238,8 @@ def _convert_tool(where: str, tool: Any, names: set[str]) -> Any:
         raise InvalidArgument(f"{where}.custom.format.type", problem)
     if isinstance(custom.get("name"), str):
         names.add(custom["name"])
-    return {"type": "function", "function": build_custom_function(custom)}
+    rest = {name: one for name, one in tool.items() if name != "custom"}
+    return {**rest, "type": "function", "function": build_custom_function(custom)}
 
 
 def build_custom_function(custom: Mapping[str, Any], syntax: str = "") -> dict[str, Any]:
@@ -267,17 +268,23 @@ def custom_input(arguments: str) -> str:
     return without_surrogates(text) if isinstance(text, str) else arguments
 
 
-def _convert_choice(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+def _convert_choice(where: str, choice: Mapping[str, Any], fields: dict[str, str]) -> Mapping[str, Any]:
     if _is_custom(choice):
-        return {"type": "function", "function": choice.get("custom")}
+        fields[f"{where}.function"] = f"{where}.custom"
+        rest = {name: one for name, one in choice.items() if name != "custom"}
+        return {**rest, "type": "function", "function": choice.get("custom")}
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, Mapping) or not isinstance(listed := allowed.get("tools"), list):
         return choice
-    tools = [_convert_choice(one) if isinstance(one, Mapping) else one for one in listed]
+    inner = f"{where}.allowed_tools.tools"
+    tools = [
+        _convert_choice(f"{inner}[{i}]", one, fields) if isinstance(one, Mapping) else one
+        for i, one in enumerate(listed)
+    ]
     return {**choice, "allowed_tools": {**allowed, "tools": tools}}
 
 
-def _convert_message(where: str, messages: Sequence[Any], number: int) -> Any:
+def _convert_message(where: str, messages: Sequence[Any], number: int, fields: dict[str, str]) -> Any:
     """Return a message whose calls are functions; a call of the older form is named after its message's number."""
     message = messages[number]
     if not is_other_form(message):
@@ -291,9 +298,10 @@ def _convert_message(where: str, messages: Sequence[Any], number: int) -> Any:
     if message.get(_FUNCTION_CALL):
         if message.get("tool_calls"):
             raise InvalidArgument(f"{where}.{_FUNCTION_CALL}", "conflicts with tool_calls: give only one of them")
+        fields[f"{where}.tool_calls[0].function"] = f"{where}.{_FUNCTION_CALL}"
         call = {"id": _id_at(number), "type": "function", "function": message[_FUNCTION_CALL]}
         return {**converted, "tool_calls": [call]}
-    calls = [_convert_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
+    calls = [_convert_call(f"{where}.tool_calls[{i}]", call, fields) for i, call in enumerate(message["tool_calls"])]
     return {**converted, "tool_calls": calls}
 
 
@@ -305,9 +313,10 @@ def _id_at(number: int) -> str:
     return f"call_{number}"
 
 
-def _convert_call(where: str, call: Any) -> Any:
+def _convert_call(where: str, call: Any, fields: dict[str, str]) -> Any:
     if not _is_custom(call):
         return call
+    fields[f"{where}.function"] = f"{where}.custom"
     custom = call.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
         raise InvalidArgument(f"{where}.custom", "must be an object of a name and an input, which is a text")

@@ -154,6 +154,28 @@ def test_a_choice_without_functions_changes_nothing(choice: str | None) -> None:
         ({"functions": [OLDER], "function_call": {"name": "no"}}, "function_call.name", "is the name of none"),
         ({"tools": [FUNCTION, {"type": "custom", "custom": {"name": "a b"}}]}, "tools[1].custom.name", "letters"),
         ({"functions": [{"name": "a b"}]}, "functions[0].name", "letters"),
+        ({"tools": [{**CUSTOM, "nickname": 1}]}, "tools[0].nickname", "is not supported"),
+        (
+            {"tools": [CUSTOM], "tool_choice": {"type": "custom", "custom": {"name": "no"}}},
+            "tool_choice.custom.name",
+            "is the name of none",
+        ),
+        (
+            {
+                "tools": [CUSTOM],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "no"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[0].custom.name",
+            "is the name of none",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "function_call": {"name": 1, "arguments": "{}"}}]},
+            "messages[1].function_call.name",
+            "",
+        ),
         (
             {"messages": [{"role": "assistant", "function_call": OLDER, "tool_calls": [FUNCTION]}]},
             "messages[0].function_call",
