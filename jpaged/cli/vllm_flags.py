@@ -417,9 +417,15 @@ def translate_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     """
     known = {name for name, _, _ in iter_options()}
     options, words = dict(given), list[str]()
+    flags = {name: find_flag(to_flag(name)) for name in given}
+    # Objects that another argument adds a key to, as rope_theta does to hf_overrides, are joined by the parser.
+    joined = {flag.option.partition(".")[0] for flag in flags.values() if flag is not None and "." in flag.option}
     for name, value in given.items():
-        flag = find_flag(to_flag(name))
-        if flag is None or (name in known and not any(one.startswith(f"{value}=") for one in flag.values)):
+        flag = flags[name]
+        is_joined = to_flag(name) in joined and isinstance(value, Mapping)
+        if flag is None or (
+            name in known and not is_joined and not any(one.startswith(f"{value}=") for one in flag.values)
+        ):
             continue
         del options[name]
         words += _to_words(to_flag(name), flag, value)

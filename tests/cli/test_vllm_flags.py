@@ -19,6 +19,7 @@ from jpaged.cli.vllm_flags import (
     read_flags,
     read_variables,
     translate,
+    translate_options,
 )
 from jpaged.config import ENVIRONMENT, iter_options
 from jpaged.errors import InvalidArgument
@@ -554,3 +555,13 @@ def test_a_command_reads_the_variables_of_its_environment(serve, monkeypatch):
     arguments = serve.parse_args(["m"])
     assert config_values(arguments) == {"model": "m", "api_key": ["a-key-of-sixteen-or-more"]}
     assert arguments.notes == ["VLLM_API_KEY is --api-key here"]
+
+
+def test_an_argument_that_is_a_key_of_an_object_is_joined_with_the_object() -> None:
+    options, _ = translate_options({"rope_theta": 5.0, "hf_overrides": {"sliding_window": 8}})
+    assert json.loads(options["hf_overrides"]) == {"sliding_window": 8, "rope_theta": 5.0}
+    untouched = {"hf_overrides": {"sliding_window": 8}, "max_model_len": 5}
+    assert translate_options(untouched) == (untouched, [])
+    with pytest.raises(InvalidArgument) as error:
+        translate_options({"rope_theta": 5.0, "hf_overrides": {"rope_theta": 1.0}})
+    assert error.value.field == "hf_overrides.rope_theta"
