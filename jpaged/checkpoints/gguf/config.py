@@ -80,12 +80,18 @@ def _sizes(fields: JsonFields, file: GgufFile) -> Config:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
-        "intermediate_size": fields.integer("feed_forward_length"),
+        "intermediate_size": fields.integer(_inner(fields)),
         "num_hidden_layers": fields.integer("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": fields.integer("attention.head_count"),
         "max_position_embeddings": fields.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+
+
+def _inner(fields: JsonFields) -> str:
+    """Return the key of the width of feed-forwards; models whose layers all have experts may have only theirs."""
+    keys = ("feed_forward_length", "expert_feed_forward_length")
+    return next((key for key in keys if fields.has(key)), keys[0])
 
 
 def _decoder(fields: JsonFields, file: GgufFile) -> Config:
@@ -265,6 +271,44 @@ def _qwen_moe(name: str, model_type: str) -> Callable[[JsonFields, GgufFile], Co
         else:
             fields.only("expert_shared_feed_forward_length", 0, why="Qwen3 has no shared expert")
         return config
+
+    return read
+
+
+def _qwen35(architecture: str, model_type: str) -> Callable[[JsonFields, GgufFile], Config]:
+    """Return the reader of Qwen3.5, also for Qwen3-Next, whose language model is the same."""
+
+    def read(fields: JsonFields, file: GgufFile) -> Config:
+        config = _decoder(fields, file) | {"architectures": [architecture], "model_type": model_type}
+        num_layers = config["num_hidden_layers"] - fields.integer("nextn_predict_layers", 0, minimum=0)
+        num_values, inner = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+        # The sections of positions differ only for images, and tensors show which layers have attention.
+        fields.ignore(("rope.dimension_sections", "full_attention_interval"))
+        config |= {
+            "num_hidden_layers": num_layers,
+            "rope_parameters": {"partial_rotary_factor": 1.0} | _rope(fields, file, config, may_be_partial=True),
+            "linear_num_key_heads": fields.integer("ssm.group_count"),
+            "linear_num_value_heads": num_values,
+            "linear_key_head_dim": fields.integer("ssm.state_size"),
+            "linear_value_head_dim": max(1, inner // num_values),
+            "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
+            "layer_types": [
+                _FULL if f"blk.{index}.attn_q.weight" in file.tensors else "linear_attention"
+                for index in range(num_layers)
+            ],
+        }
+        if not fields.has("expert_count"):
+            return config
+        fields.only("expert_weights_scale", 0.0, 1.0, why="scaled expert weights are not supported")
+        fields.only("expert_weights_norm", True, why="weights of experts add up to 1")
+        fields.only("expert_gating_func", 1, why="experts are weighted by a softmax")
+        width = fields.integer("expert_feed_forward_length")
+        return config | {
+            "num_experts": fields.integer("expert_count"),
+            "num_experts_per_tok": fields.integer("expert_used_count"),
+            "moe_intermediate_size": width,
+            "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length", width),
+        }
 
     return read
 
@@ -524,6 +568,9 @@ _READERS: Mapping[str, Callable[[JsonFields, GgufFile], Config]] = {
     "qwen3": _qwen("Qwen3", "qwen3"),
     "qwen2moe": _qwen_moe("Qwen2Moe", "qwen2_moe"),
     "qwen3moe": _qwen_moe("Qwen3Moe", "qwen3_moe"),
+    "qwen35": _qwen35("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": _qwen35("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "qwen3next": _qwen35("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

@@ -2,7 +2,8 @@
 
 Converters to GGUF change some tensors; reading reverts it. Rows of queries and keys of the Llama architecture alternate
 between the halves of a head, norms of Gemma are stored plus 1, experts of a layer are one tensor, GPT-2's matrices are
-transposed, and GPT-NeoX's queries, keys and values are separated.
+transposed, GPT-NeoX's queries, keys and values are separated, and the value heads of Qwen3.5's delta rule go around the
+key heads.
 
 Each type that `blocks.py` supports is kept without requantization. Matrices of one leaf (queries, keys and values;
 gates and ups) with different types get the narrowest common format. If one of them is not quantized, or has an
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +33,13 @@ from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels.matmul.packed import StoredColumns
 from jpaged.kernels.matrix_format import NUM_BITS, MatrixFormat
 from jpaged.models.config import ModelConfig, Quantization
+from jpaged.models.decoder.config import DeltaShape
 from jpaged.models.hf_config import from_hf
 from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matrix, stored_formats
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are a part of the config."""
-_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
 _OTHER_LAYOUTS = {
     r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
@@ -53,8 +56,10 @@ class TensorLocation:
     Attributes:
         tensor: its name in the file.
         expert: index in a stack of experts.
-        rows: index of each row in the file; None if rows are in order.
+        rows: index of each row in the file, which can have others; None for all rows in order.
+        columns: index of each column in the file; None if columns are in order.
         offset: subtracted from each number.
+        is_negative_exp: it is stored as minus its exponential.
         is_transposed: it is stored transposed.
         new_axis: place of an axis of 1 that only the checkpoint has.
         partner: name of another tensor, of which each row follows one of this; empty if there is none.
@@ -64,7 +69,9 @@ class TensorLocation:
     tensor: str
     expert: int | None = None
     rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
     offset: float = 0.0
+    is_negative_exp: bool = False
     is_transposed: bool = False
     new_axis: int | None = None
     partner: str = ""
@@ -73,6 +80,8 @@ class TensorLocation:
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
         """Return its shape in a checkpoint."""
         stored = tensor.shape if self.expert is None else tensor.shape[1:]
+        if self.rows is not None:
+            stored = (len(self.rows), *stored[1:])
         if self.new_axis is not None:
             return (*stored[: self.new_axis], 1, *stored[self.new_axis :])
         if self.partner:
@@ -90,21 +99,33 @@ class Naming:
         outer: by names in the file, without `.weight` and `.bias`.
         layers: the same for a layer; `{x}` is the number of an expert or, in a norm's name, of a head.
         layers_prefix: prefix of a layer's number.
-        rows: tensors with reordered rows: `alternating` in each head, or `parted` into queries, keys, values.
-        offset: of norms.
+        rows: tensors with reordered rows: `alternating` in each head, `parted` into queries, keys, values, or by heads
+            of the delta rule.
+        columns: the same for columns.
+        offset: of norms, except those in `plain_norms`.
+        negative_exps: tensors that are stored as minus their exponentials.
         transposed: tensors that are stored transposed.
         own_names: complete names of other tensors of a layer, by those in the file; matrices have all experts.
         partners: tensors among these whose rows alternate with those of another one.
+        parts: tensors that a checkpoint has in several: name and kind of rows of each.
+        drafts: outer names of draft layers, by those in their blocks, which follow the layers.
+        first_layer: number of the first block with this naming.
     """
 
     outer: Mapping[str, str]
     layers: Mapping[str, str]
     layers_prefix: str = "model.layers."
-    rows: Mapping[str, str] | None = None
+    rows: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
     offset: float = 0.0
+    plain_norms: tuple[str, ...] = ()
+    negative_exps: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
     partners: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    drafts: Mapping[str, str] = field(default_factory=dict)
+    first_layer: int = 0
 
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -189,6 +210,42 @@ _GPT_OSS = {name: _ATTENTION[name] for name in _ATTENTION if name != "ffn_norm"}
     "ffn_gate_inp": "mlp.router",
 }
 _TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
+_DELTA = {
+    **{name: _ATTENTION[name] for name in _ATTENTION if name != "ffn_norm"},
+    **_HEAD_NORMS,
+    **_FEED_FORWARD,
+    **_EXPERTS,
+    **_SHARED,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_OF_DELTA: dict[str, Any] = {
+    "offset": 1.0,
+    "plain_norms": ("ssm_norm",),
+    "negative_exps": ("ssm_a",),
+    "own_names": {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    "drafts": {
+        "nextn.eh_proj": "mtp.fc",
+        "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+        "nextn.shared_head_norm": "mtp.norm",
+    },
+}
+_QWEN35 = Naming(
+    _OUTER_NAMES,
+    _DELTA,
+    rows={"attn_qkv": "values_around"}
+    | {"ssm_conv1d": "values_around"}
+    | dict.fromkeys(("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), "around"),
+    columns={"ssm_out": "around"},
+    **_OF_DELTA,
+)
 
 NAMINGS: Mapping[str, Naming] = {
     "llama": Naming(_OUTER_NAMES, _LAYER_NAMES | _MIXTRAL, rows=_TURNED),
@@ -248,25 +305,45 @@ NAMINGS: Mapping[str, Naming] = {
         },
         partners={"ffn_gate_exps": "ffn_up_exps"},
     ),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
+    # The two projections of Qwen3-Next are read as the four of Qwen3.5, whose language model is the same.
+    "qwen3next": Naming(
+        _OUTER_NAMES,
+        _DELTA,
+        parts={
+            "ssm_ba": {"linear_attn.in_proj_b": "betas", "linear_attn.in_proj_a": "alphas"},
+            "ssm_in": {"linear_attn.in_proj_qkv": "joint_qkv", "linear_attn.in_proj_z": "joint_gates"},
+        },
+        **_OF_DELTA,
+    ),
     "lfm2": Naming(_OUTER_NAMES | {"token_embd_norm": "model.embedding_norm"}, _LFM2),
 }
 """By the names of architectures in llama.cpp."""
 
 
-def places(file: GgufFile, num_heads: int, num_kv_heads: int) -> dict[str, TensorLocation]:
+def places(file: GgufFile, config: ModelConfig) -> dict[str, TensorLocation]:
     """Return the place of each tensor by its checkpoint name; unknown tensors keep their name in the file.
 
     Raises:
         Unsupported: a tensor has an unsupported layout.
     """
     naming = NAMINGS[file.architecture]
-    orders = _Orders(num_heads, num_kv_heads)
+    orders = _Orders(config.num_heads, config.num_kv_heads, getattr(config, "delta", None))
     found: dict[str, TensorLocation] = {}
     for name, tensor in file.tensors.items():
         if name not in ROPE_TENSORS:
-            found.update(_named(naming, name, tensor, orders))
+            found.update(_named(_find_naming(naming, name, config.num_layers), name, tensor, orders))
     joint = {place.partner for place in found.values()}
     return {name: place for name, place in found.items() if name not in joint or place.partner}
+
+
+def _find_naming(naming: Naming, name: str, num_layers: int) -> Naming:
+    """Return the naming of a tensor: blocks after the layers are draft layers."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None or not naming.drafts or int(layer[1]) < num_layers:
+        return naming
+    return dataclasses.replace(naming, layers_prefix="mtp.layers.", first_layer=num_layers)
 
 
 def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> Iterator[tuple[str, TensorLocation]]:
@@ -275,30 +352,52 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
         offset = naming.offset if outer[1].endswith("_norm") and outer[2] == "weight" else 0.0
         yield f"{naming.outer[outer[1]]}.{outer[2]}", TensorLocation(name, offset=offset)
         return
-    if layer is not None and (own := naming.own_names.get(f"{layer[2]}.{layer[3]}")) is not None:
-        partner = naming.partners.get(layer[2], "")
-        partner = partner and f"blk.{layer[1]}.{partner}.{layer[3]}"
-        has_all = len(tensor.shape) == 3
-        yield f"{naming.layers_prefix}{layer[1]}.{own}", TensorLocation(name, partner=partner, has_all_experts=has_all)
+    if layer is None:
+        yield name, TensorLocation(name)
         return
-    if layer is None or layer[2] not in naming.layers:
+    number, stem, end = layer.groups()
+    if naming.first_layer and stem in naming.drafts:
+        yield f"{naming.drafts[stem]}.{end}", TensorLocation(name, offset=naming.offset if "norm" in stem else 0.0)
+        return
+    prefix = f"{naming.layers_prefix}{int(number) - naming.first_layer}."
+    num_rows = tensor.shape[0] if tensor.shape else 0
+    order = orders.of(naming.rows.get(stem), stem, num_rows)
+    if (own := naming.own_names.get(stem if end is None else f"{stem}.{end}")) is not None:
+        partner = naming.partners.get(stem, "")
+        yield (
+            f"{prefix}{own}",
+            TensorLocation(
+                name,
+                rows=order,
+                is_negative_exp=stem in naming.negative_exps,
+                partner=partner and f"blk.{number}.{partner}.{end}",
+                has_all_experts=len(tensor.shape) == 3,
+            ),
+        )
+        return
+    for part, kind in naming.parts.get(stem, {}).items():
+        yield f"{prefix}{part}.{end}", TensorLocation(name, rows=orders.of(kind, stem, num_rows))
+    if stem in naming.parts:
+        return
+    if stem not in naming.layers or end is None:
         for pattern, content in _OTHER_LAYOUTS.items():
             if re.fullmatch(pattern, name):
                 raise Unsupported(f"{tensor.path}: tensor {name} is not supported: it has {content}")
         yield name, TensorLocation(name)
         return
-    number, stem, end = layer.groups()
-    path = f"{naming.layers_prefix}{number}.{naming.layers[stem]}.{end}"
+    path = f"{prefix}{naming.layers[stem]}.{end}"
     if "{x}" in path:
-        for expert in range(tensor.shape[0]):
+        for expert in range(num_rows):
             yield path.format(x=expert), TensorLocation(name, expert)
         return
+    is_moved = stem.endswith("_norm") and stem not in naming.plain_norms and end == "weight"
     yield (
         path,
         TensorLocation(
             name,
-            rows=orders.of((naming.rows or {}).get(stem), stem, tensor.shape[0]),
-            offset=naming.offset if stem.endswith("_norm") and end == "weight" else 0.0,
+            rows=order,
+            columns=orders.of(naming.columns.get(stem), stem, tensor.shape[-1]),
+            offset=naming.offset if is_moved else 0.0,
             is_transposed=stem in naming.transposed and end == "weight",
             new_axis=_new_axis(stem, tensor),
         ),
@@ -309,7 +408,7 @@ def _new_axis(stem: str, tensor: GgufTensor) -> int | None:
     """Return the place of the axis of 1 of shared experts' gates and of convolutions."""
     if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
         return 0
-    return 1 if stem == "shortconv.conv" and len(tensor.shape) == 2 else None
+    return 1 if stem in ("shortconv.conv", "ssm_conv1d") and len(tensor.shape) == 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,10 +417,13 @@ class _Orders:
 
     num_heads: int
     num_kv_heads: int
+    delta: DeltaShape | None
 
     def of(self, kind: str | None, stem: str, num_rows: int) -> np.ndarray | None:
         if kind is None:
             return None
+        if self.delta is not None:
+            return _delta_order(kind, self.delta, num_rows)
         # Reading the tensor raises an error, with its name, if heads do not divide the number of rows.
         num_heads = self.num_kv_heads if stem == "attn_k" else self.num_heads
         shape = (num_heads, -1, 2) if kind == "alternating" else (3, num_heads, -1)
@@ -329,6 +431,27 @@ class _Orders:
             return None
         axes = (1, 2) if kind == "alternating" else (0, 1)
         return np.arange(num_rows).reshape(shape).swapaxes(*axes).reshape(-1)
+
+
+def _delta_order(kind: str, delta: DeltaShape, num_rows: int) -> np.ndarray | None:
+    """Return the row of the file for each row of a checkpoint; None if heads do not divide the number of rows.
+
+    Value heads are grouped by key head in checkpoints. A file that goes around has the first of each group first.
+    """
+    num_keys, width = delta.num_key_heads, delta.key_dim
+    per_key = delta.num_value_heads // num_keys
+    if kind in ("around", "values_around"):
+        first = 0 if kind == "around" else 2 * num_keys * width
+        if per_key == 1 or num_rows <= first or (num_rows - first) % delta.num_value_heads:
+            return None
+        values = np.arange(first, num_rows).reshape(per_key, num_keys, -1).swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(first), values])
+    sizes = (per_key, per_key) if kind in ("betas", "alphas") else (width, width, *(per_key * delta.value_dim,) * 2)
+    if num_rows != num_keys * sum(sizes):
+        return None
+    parts = np.split(np.arange(num_rows).reshape(num_keys, -1), np.cumsum(sizes)[:-1], axis=1)
+    chosen = {"betas": parts[:1], "alphas": parts[1:], "joint_qkv": parts[:3], "joint_gates": parts[3:]}[kind]
+    return np.concatenate([part.reshape(-1) for part in chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +478,7 @@ class GgufTensors:
         if name in self.blocks:
             block = BLOCK_TYPES[tensor.kind]
             *outer, num_out, depth = tensor.shape if place.has_all_experts else tensor.shape[-2:]
+            num_out = num_out if place.rows is None else len(place.rows)
             return *outer, num_out * (2 if place.partner else 1), depth // block.size * block.num_bytes
         return place.shape(tensor)
 
@@ -371,7 +495,9 @@ class GgufTensors:
             )
         if name in self.blocks:
             return np.dtype(np.uint8)
-        return FLOATS.get(tensor.kind, np.dtype(np.float32)) if not self.places[name].offset else np.dtype(np.float32)
+        place = self.places[name]
+        is_changed = place.offset or place.is_negative_exp
+        return np.dtype(np.float32) if is_changed else FLOATS.get(tensor.kind, np.dtype(np.float32))
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource`; of a quantized tensor only the rows of the part are converted.
@@ -396,8 +522,12 @@ class GgufTensors:
             found: np.ndarray = whole.T if place.new_axis is None else np.expand_dims(whole, place.new_axis)
             return found[index]
         weights = dequantize_blocks(tensor.kind, _rows(data, place, index[:1]))
+        if place.columns is not None:
+            weights = weights[:, place.columns]
         if len(index) > 1:
             weights = weights[(slice(None), *index[1:])]
+        if place.is_negative_exp:
+            return np.asarray(np.log(-weights.astype(np.float32)))
         return weights - np.float32(place.offset) if place.offset else weights
 
     def _read_experts(self, name: str) -> np.ndarray:
@@ -447,13 +577,15 @@ class GgufScheme:
 
     Attributes:
         kinds: GGUF type by module name.
+        columns: index of each column in the file, by the names of modules with columns in another order.
     """
 
     quantization: Quantization
     kinds: Mapping[str, str]
+    columns: Mapping[str, np.ndarray]
 
     def parts(self, module: str, shape: Shape, form: MatrixFormat) -> Parts:
-        """See `Scheme`; the key of a part is its type."""
+        """See `Scheme`; the key of a part is its type, with the module's name if its columns have another order."""
         kind = self.kinds[module]
         block = BLOCK_TYPES[kind]
         if len(shape) > 2:
@@ -462,12 +594,22 @@ class GgufScheme:
                 kind: MatrixPart(module, ((num_experts, num_out, depth // block.size * block.num_bytes),), ("uint8",))
             }
         num_out, depth = shape
-        return {kind: MatrixPart(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
+        key = f"{kind} {module}" if module in self.columns else kind
+        return {key: MatrixPart(f"{module}.weight", ((num_out, depth // block.size * block.num_bytes),), ("uint8",))}
 
     def read(self, tensors: Mapping[str, np.ndarray], shape: Shape, form: MatrixFormat) -> StoredMatrix:
         """See `Scheme`."""
-        ((kind, rows),) = tensors.items()
+        ((key, rows),) = tensors.items()
+        kind, _, module = key.partition(" ")
         matrix = BLOCK_TYPES[kind].matrix(rows.reshape(-1, rows.shape[-1]), form)
+        if module:
+            assert form.group_size is not None
+            order = self.columns[module]
+            groups = order[:: form.group_size] // form.group_size
+            zeros = None if matrix.zeros is None else matrix.zeros[:, groups]
+            return dataclasses.replace(
+                matrix, values=matrix.values[:, order], scales=matrix.scales[:, groups], zeros=zeros
+            )
         if rows.ndim < 3:
             return matrix
         values, scales, zeros = (
@@ -487,7 +629,8 @@ def get_columns(files: GgufTensors, scheme: GgufScheme, leaf: Leaf, form: Matrix
     Raises:
         InvalidArgument: a tensor of it is missing or misshapen.
     """
-    if any(scheme.kinds[get_module(name)] not in PACKED_TYPES for name, _ in leaf.tensors):
+    modules = [get_module(name) for name, _ in leaf.tensors]
+    if any(scheme.kinds[module] not in PACKED_TYPES or module in scheme.columns for module in modules):
         return None
     place = len(leaf.shape) + contracted_axis(leaf)
     stored_axis = leaf.tensor_axes[place]
@@ -579,7 +722,7 @@ class GgufModel:
         kinds, stored, kept = set(), 0, 0
         for module, kind in self.scheme.kinds.items():
             form = self.scheme.quantization.get_format(module)
-            if kind in PACKED_TYPES or form is None:
+            if (kind in PACKED_TYPES and module not in self.scheme.columns) or form is None:
                 continue
             place = self.places[_get_tensor(module, self.places)]
             tensor = self.file.tensors[place.tensor]
@@ -617,14 +760,16 @@ def read_model(path: Path, *, keeps_embedding: bool = True) -> GgufModel:
     file = open_gguf(path)
     hf = hf_config(file)
     config = from_hf(hf)
-    found = places(file, config.num_heads, config.num_kv_heads)
+    found = places(file, config)
     formed = dict(_forms(config, file, found, keeps_embedding))
     if not formed:
         return GgufModel(file, config, hf, None, found)
     quantization = Quantization(_METHOD, _rules(formed), has_output=True, has_embedding=keeps_embedding)
-    kinds = {module: file.tensors[found[_get_tensor(module, found)].tensor].kind for module in formed}
+    located = {module: found[_get_tensor(module, found)] for module in formed}
+    kinds = {module: file.tensors[place.tensor].kind for module, place in located.items()}
+    columns = {module: place.columns for module, place in located.items() if place.columns is not None}
     config = dataclasses.replace(config, quantization=quantization)
-    return GgufModel(file, config, hf, GgufScheme(quantization, kinds), found)
+    return GgufModel(file, config, hf, GgufScheme(quantization, kinds, columns), found)
 
 
 def _get_tensor(module: str, found: Mapping[str, TensorLocation]) -> str:
@@ -643,8 +788,21 @@ def _forms(
         kinds = [_kind(file, found, name, shape) for name, shape in leaf.tensors]
         if all(kind in BLOCK_TYPES for kind in kinds):
             form = joint_form([BLOCK_TYPES[kind].form for kind in kinds])
+            if any(_splits_groups(found[name].columns, form) for name, _ in leaf.tensors):
+                continue
             for name, _ in leaf.tensors:
                 yield get_module(name), form
+
+
+def _splits_groups(columns: np.ndarray | None, form: MatrixFormat) -> bool:
+    """Return True if columns that share a scale in the file are apart in the checkpoint."""
+    if columns is None:
+        return False
+    assert form.group_size is not None
+    if len(columns) % form.group_size:
+        return True
+    groups = columns.reshape(-1, form.group_size)
+    return bool((groups != groups[:, :1] + np.arange(form.group_size)).any() or (groups[:, 0] % form.group_size).any())
 
 
 def _may_be_quantized(leaf: Leaf) -> bool:

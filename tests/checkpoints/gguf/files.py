@@ -52,6 +52,9 @@ ARCHITECTURES = {
     "ernie4_5": "ERNIE4_5",
     "lfm2": "LFM2",
     "gpt_oss": "GPT_OSS",
+    "qwen3_next": "QWEN3NEXT",
+    "qwen3_5_text": "QWEN35",
+    "qwen3_5_moe_text": "QWEN35MOE",
 }
 """The package's names, by those that Hugging Face has for types of models."""
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,)} | {
@@ -77,6 +80,7 @@ _DEFAULTS: dict[str, tuple[float, float, float]] = {
     "mixtral": (1e-5, 1e6, 1.0),
     "phi3": (1e-5, 1e4, 1.0),
     "gpt_oss": (1e-5, 1.5e5, 1.0),
+    "qwen3_next": (1e-6, 1e4, 0.25),
 }
 """What a config without them means: the epsilon of norms, the base of rotations, and the part of heads rotated."""
 _SAME = {
@@ -86,6 +90,10 @@ _SAME = {
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
     "conv_L_cache": "shortconv.l_cache",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
 }
 """Keys of an architecture that are those of a config under other names."""
 
@@ -231,6 +239,11 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "gemma2":
         caps = {f"{name}_logit_softcapping": cap for name, cap in (("attn", 50.0), ("final", 30.0))}
         own |= {key: config.get(key, cap) for key, cap in caps.items()}
+    if "linear_value_head_dim" in config:
+        own["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        own["full_attention_interval"] = config.get("full_attention_interval", 4)
+    if "mrope_section" in config.get("rope_parameters", {}):
+        own["rope.dimension_sections"] = [*config["rope_parameters"]["mrope_section"], 0]
     if kind == "gpt_neox":
         own["use_parallel_residual"] = config.get("use_parallel_residual", True)
     own |= _rope(config, head_dim)
@@ -249,6 +262,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
         scaling = scaling["full_attention"]
         theta = scaling["rope_theta"]
     fraction = config.get("partial_rotary_factor", config.get("rotary_pct", part))
+    fraction = scaling.get("partial_rotary_factor", fraction)
     if "alpha" in scaling:
         theta *= scaling["alpha"] ** (head_dim / (head_dim - 2))
     keys: dict[str, Any] = {"rope.freq_base": float(theta), "rope.dimension_count": int(head_dim * fraction)}
@@ -288,12 +302,21 @@ def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> di
     if config["model_type"] == "gpt_oss":
         model, pairs = _without_pairs(model)
         found |= pairs
+    if config["model_type"] == "qwen3_next":
+        model, halves = _without_joint(config, model)
+        found |= halves
     for name, tensor in model.items():
+        if "linear_attn" in name:
+            own, stored, undo = _delta(config, name, tensor)
+            found[own] = stored, undo
+            continue
         if numbered := re.search(r"(experts\.|layernorm\.norms\.)\d+\.", name):
             joint = name.replace(numbered[0], numbered[1].replace("norms.", ""))
             experts.setdefault(joint, []).append((name, tensor))
             continue
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        # The package's tables are older than the draft layers of Qwen3.5, which are named as those of GLM 4.5.
+        mapped = mapped or gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 16).get_name(name, (".weight",))
         assert mapped is not None, name
         found[mapped] = _changed(config, name, tensor)
     for name, stack in experts.items():
@@ -337,6 +360,78 @@ def _without_pairs(model: Tensors) -> tuple[Tensors, dict[str, tuple[np.ndarray,
     return others, found
 
 
+_OF_DELTA = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+
+
+def _delta(config: Config, name: str, tensor: np.ndarray) -> tuple[str, np.ndarray, Undo]:
+    """A tensor of the delta rule: Qwen3.5's value heads are stored with the first of each key head in front."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.linear_attn\.(.*)", name)
+    assert found is not None
+    part, shape = found[2], tensor.shape
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    is_around = config["model_type"] != "qwen3_next" and part != "norm.weight"
+    first = 2 * num_keys * config["linear_key_head_dim"] if part in ("in_proj_qkv.weight", "conv1d.weight") else 0
+
+    def moved(given: np.ndarray, groups: tuple[int, int]) -> np.ndarray:
+        given = given.T if part == "out_proj.weight" else given
+        values = given[first:]
+        values = values.reshape(*groups, -1, *given.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        whole = np.concatenate([given[:first], values])
+        return np.ascontiguousarray(whole.T if part == "out_proj.weight" else whole)
+
+    def undo(stored: np.ndarray) -> Tensors:
+        stored = moved(stored, (num_values // num_keys, num_keys)) if is_around else stored
+        return {name: np.log(-stored) if part == "A_log" else stored.reshape(shape)}
+
+    changed = -np.exp(tensor) if part == "A_log" else tensor.squeeze()
+    changed = moved(changed, (num_keys, num_values // num_keys)) if is_around else changed
+    return f"blk.{found[1]}.{_OF_DELTA[part]}", changed, undo
+
+
+def _without_joint(config: Config, model: Tensors) -> tuple[Tensors, dict[str, tuple[np.ndarray, Undo]]]:
+    """The other tensors of Qwen3-Next, and its joint projections: queries, keys and values apart from gates."""
+    others, found = dict[str, np.ndarray](), dict[str, tuple[np.ndarray, Undo]]()
+    kept: dict[str, dict[str, np.ndarray]] = {}
+    num_keys, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    inner = config["linear_num_value_heads"] // num_keys * config["linear_value_head_dim"]
+    ends = np.cumsum([width, width, inner])
+
+    def undo_part(name: str, stem: str) -> Undo:
+        def undo(stored: np.ndarray) -> Tensors:
+            halves = kept.setdefault(name, {})
+            halves[stem] = stored
+            if len(halves) < 2:
+                return {}
+            each = [*np.split(halves["attn_qkv"], ends[:-1] * num_keys), halves["attn_gate"]]
+            grouped = [part.reshape(num_keys, -1, part.shape[1]) for part in each]
+            return {name: np.concatenate(grouped, axis=1).reshape(-1, stored.shape[1])}
+
+        return undo
+
+    for name, tensor in model.items():
+        if "in_proj_qkvz" not in name:
+            others[name] = tensor
+            continue
+        parts = np.split(tensor.reshape(num_keys, -1, tensor.shape[1]), ends, axis=1)
+        flat = [part.reshape(-1, tensor.shape[1]) for part in parts]
+        number = re.search(r"layers\.(\d+)", name)
+        assert number is not None
+        for stem, rows in (("attn_qkv", flat[:3]), ("attn_gate", flat[3:])):
+            found[f"blk.{number[1]}.{stem}.weight"] = np.concatenate(rows), undo_part(name, stem)
+    return others, found
+
+
 def _unstack(names: list[str]) -> Undo:
     return lambda tensor: dict(zip(names, tensor, strict=True))
 
@@ -359,7 +454,7 @@ def _changed(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> tuple[
         return np.ascontiguousarray(tensor.T), lambda stored: {name: stored.T}
     if "conv.conv" in name:
         return tensor[:, 0], lambda stored: {name: stored[:, None]}
-    if kind.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+    if kind.startswith(("gemma", "nemotron", "qwen3_next", "qwen3_5")) and name.endswith("norm.weight"):
         return tensor + 1, lambda stored: {name: stored - 1}
     if "shared_expert_gate" in name:
         return tensor[0], lambda stored: {name: stored[None]}

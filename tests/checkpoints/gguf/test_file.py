@@ -18,11 +18,13 @@ from safetensors.numpy import load_file
 from jpaged.checkpoints import hub
 from jpaged.checkpoints.conversion import ConversionOptions, convert_folder
 from jpaged.checkpoints.gguf import file as files
+from jpaged.checkpoints.gguf.config import hf_config
 from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.gguf.tensors import places
 from jpaged.checkpoints.tensor_files import StableFile
 from jpaged.checkpoints.weights import load_params
 from jpaged.errors import InvalidArgument, JpagedError, NotFound, Unsupported
+from jpaged.models.hf_config import from_hf
 from jpaged.models.model import Model
 from tests.checkpoints.gguf.files import checkpoint, of_kind, write_gguf
 from tests.checkpoints.gguf.test_types import FLOAT
@@ -151,7 +153,7 @@ def test_a_layout_that_is_not_read_is_named(old: str, new: str, message: str, tm
     whole = open_gguf(file)
     tensors = {name.replace(old, new): tensor for name, tensor in whole.tensors.items()}
     with pytest.raises(Unsupported, match=rf"tiny.gguf: tensor blk.0.{new} is not supported: it has {message}"):
-        places(dataclasses.replace(whole, tensors=tensors), 4, 2)
+        places(dataclasses.replace(whole, tensors=tensors), from_hf(hf_config(whole)))
 
 
 @pytest.mark.parametrize(

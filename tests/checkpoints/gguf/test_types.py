@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,45 @@ def test_matrices_of_other_layouts_stay_quantized(name: str, tmp_path: Path) -> 
     found = load_params(model, file, "loop", pack_stored=LeafPacker(packer, model.config).pack_stored)
     want = pack_params(params, model.config, packer)
     jax.tree.map(np.testing.assert_array_equal, pack_params(found, model.config, packer), want)
+
+
+@pytest.mark.parametrize(("value_dim", "num_kept"), [(32, 22), (8, 19)])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_columns_in_another_order_stay_quantized_if_groups_are_whole(
+    kind: str, value_dim: int, num_kept: int, tmp_path: Path
+) -> None:
+    """The output projection of the delta rule has the value heads of the file as its columns."""
+    config, tensors = checkpoint("qwen3_5_text")
+    config |= {"intermediate_size": 96, "linear_value_head_dim": value_dim}
+    tensors = {key: resized(with_value_heads(key, tensor, value_dim), 96) for key, tensor in tensors.items()}
+
+    def choose(key: str, shape: tuple[int, ...]) -> str:
+        return of_kind(kind)(key.replace("conv1d", "norm"), shape)
+
+    plain = write_gguf((config, tensors), tmp_path / "model.gguf", choose)
+    model, params = load(tmp_path / "model.gguf")
+    assert_same_weights(params, load(write_plain(config, plain, tmp_path / "plain"))[1])
+    assert len(quantized(params)) == num_kept
+    packer = matmul.loaded().packer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    stored = LeafPacker(packer, model.config).pack_stored
+    found = load_params(model, tmp_path / "model.gguf", "loop", pack_stored=stored)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        pack_params(found, model.config, packer),
+        pack_params(params, model.config, packer),
+    )
+
+
+def with_value_heads(name: str, tensor: np.ndarray, dim: int) -> np.ndarray:
+    """A tensor of the delta rule with another width of its value heads, 8 of 8, as columns or after 128 rows."""
+    if name.endswith("linear_attn.norm.weight"):
+        return np.resize(tensor, dim)
+    if name.endswith("out_proj.weight"):
+        return np.resize(tensor, (len(tensor), 8 * dim))
+    if re.search(r"in_proj_(qkv|z)|conv1d", name):
+        first = len(tensor) - 64
+        return np.concatenate([tensor[:first], np.resize(tensor, (8 * dim, *tensor.shape[1:]))])
+    return tensor
 
 
 def resized(tensor: np.ndarray, width: int) -> np.ndarray:
