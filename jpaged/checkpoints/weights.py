@@ -651,7 +651,9 @@ def _read_matrix(
             form = None if quantization is None else quantization.get_format(get_module(name))
             assert form is not None
             return round_matrix(files, name, shape, axis, form, dtype)
-        return read_matrix(scheme, files, get_module(name), shape if axis == 1 else shape[::-1])
+        sizes = list(shape)
+        sizes[1], sizes[axis] = sizes[axis], sizes[1]
+        return read_matrix(scheme, files, get_module(name), tuple(sizes))
 
     return read
 

@@ -26,6 +26,9 @@ _GEMMA_27B = {2: 46, 3: 62}
 """Numbers of layers of the models whose scores are scaled by the hidden width per head instead of head_dim."""
 _UNROTATED = 4
 """Period of the layers without a window, or without rotation, in families for which llama.cpp has it built in."""
+_GEMMA4_PERIOD = 6
+_NO_ROTATION = 1e29
+"""Divisors of frequencies from here on rotate by nothing."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _RMS_EPSILON, _EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -72,15 +75,19 @@ def _dtype(file: GgufFile) -> str:
     return {"F32": "float32", "F16": "float16"}.get(sizes.most_common(1)[0][0] if sizes else "", "bfloat16")
 
 
-def _sizes(fields: JsonFields, file: GgufFile) -> Config:
-    """Return the sizes that all architectures have."""
+def _sizes(fields: JsonFields, file: GgufFile, inner: int = 0) -> Config:
+    """Return the sizes that all architectures have.
+
+    Args:
+        inner: width of feed-forwards; 0 to read it.
+    """
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise InvalidArgument(str(file.path), "tensor token_embd.weight is missing")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": fields.integer("embedding_length"),
-        "intermediate_size": fields.integer(_inner(fields)),
+        "intermediate_size": inner or fields.integer(_inner(fields)),
         "num_hidden_layers": fields.integer("block_count", maximum=MAX_LAYERS),
         "num_attention_heads": fields.integer("attention.head_count"),
         "max_position_embeddings": fields.integer("context_length"),
@@ -353,6 +360,86 @@ def _gemma3(fields: JsonFields, file: GgufFile) -> Config:
     }
 
 
+def _gemma4(fields: JsonFields, file: GgufFile) -> Config:
+    """Read Gemma 4. Sizes of layers with a window have a suffix; lists have a value for each layer."""
+    widths = _each(fields, "feed_forward_length", fields.integer("block_count", maximum=MAX_LAYERS))
+    sizes = _sizes(fields, file, widths[0])
+    types = _types(fields, sizes, _GEMMA4_PERIOD)
+    kv_heads = {name: _of_type(fields, "attention.head_count_kv", types, name) for name in dict.fromkeys(types)}
+    head_dim = fields.integer("attention.key_length")
+    own_dim = fields.integer("attention.key_length_swa", head_dim)
+    for end, size in (("", head_dim), ("_swa", own_dim)):
+        fields.only(f"attention.value_length{end}", size, why=f"keys have {size} numbers")
+        fields.only(f"rope.dimension_count{end}", size, why="all pairs of a head are rotated, by the tensor rope_freqs")
+    full = next(index for index, name in enumerate(types) if name == _FULL)
+    config = sizes | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "num_key_value_heads": kv_heads.get(_SLIDING, kv_heads[_FULL]),
+        "num_global_key_value_heads": kv_heads[_FULL],
+        "head_dim": own_dim,
+        "global_head_dim": head_dim,
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": fields.integer("attention.shared_kv_layers", 0, minimum=0),
+        "hidden_size_per_layer_input": fields.integer("embedding_length_per_layer_input", 0, minimum=0),
+        "rms_norm_eps": fields.number(_RMS_EPSILON),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": fields.number(_CAPS[1]) if fields.has(_CAPS[1]) else None,
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "layer_types": types,
+        "rope_parameters": _gemma4_ropes(fields, file, head_dim),
+    }
+    if "per_layer_token_embd.weight" in file.tensors:
+        config["vocab_size_per_layer_input"] = file.tensors["per_layer_token_embd.weight"].shape[0]
+    if fields.has("expert_count"):
+        config |= {
+            "enable_moe_block": True,
+            "num_experts": fields.integer("expert_count"),
+            "top_k_experts": fields.integer("expert_used_count"),
+            "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        }
+    return config
+
+
+def _gemma4_ropes(fields: JsonFields, file: GgufFile, head_dim: int) -> Config:
+    """Return the ropes of Gemma 4: full attention rotates the first pairs, whose divisor is 1, and no others."""
+    factors = _factors(file).get("rope_freqs", [1.0] * (head_dim // 2))
+    num_rotated = next((index for index, factor in enumerate(factors) if factor != 1), len(factors))
+    if any(factor < _NO_ROTATION for factor in factors[num_rotated:]):
+        raise Unsupported(f"{fields.name}: rope_freqs.weight has divisors of pairs other than 1 and {_NO_ROTATION:g}")
+    return {
+        _FULL: {
+            "rope_type": "proportional",
+            "rope_theta": fields.number("rope.freq_base"),
+            "partial_rotary_factor": 2 * num_rotated / head_dim,
+        },
+        _SLIDING: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)},
+    }
+
+
+def _each(fields: JsonFields, key: str, num_layers: int) -> list[int]:
+    """Return a number of each layer; a single one applies to all of them."""
+    given = fields.value(key)
+    if not isinstance(given, list):
+        return [fields.integer(key)] * num_layers
+    if len(given) != num_layers:
+        raise InvalidArgument(fields.name, f"{key} has {len(given)} values for {num_layers} layers")
+    return [JsonFields({key: value}, fields.name).integer(key) for value in given]
+
+
+def _of_type(fields: JsonFields, key: str, types: list[str], name: str) -> int:
+    """Return the number of the layers of one type.
+
+    Raises:
+        Unsupported: they differ.
+    """
+    found = {value for value, own in zip(_each(fields, key, len(types)), types, strict=True) if own == name}
+    if len(found) != 1:
+        raise Unsupported(f"{fields.name}: {key} differs between the layers of {name}")
+    return found.pop()
+
+
 def _phi3(fields: JsonFields, file: GgufFile) -> Config:
     config = _decoder(fields, file)
     rope = _rope(fields, file, config, may_be_partial=True)
@@ -573,6 +660,7 @@ _READERS: Mapping[str, Callable[[JsonFields, GgufFile], Config]] = {
     "qwen3next": _qwen35("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi3": _phi3,
     "starcoder2": _starcoder2,
     "gpt2": _gpt2,

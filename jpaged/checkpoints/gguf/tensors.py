@@ -39,7 +39,7 @@ from jpaged.models.param_specs import Leaf, contracted_axis, get_module, is_matr
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are a part of the config."""
-_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias|scale))?")
 _OUTER = re.compile(r"(\w+)\.(weight|bias)")
 _OTHER_LAYOUTS = {
     r"blk\.\d+\.attn_qkv\.\w+": "fused queries, keys and values; convert the model without --fuse-qkv",
@@ -63,7 +63,8 @@ class TensorLocation:
         is_transposed: it is stored transposed.
         new_axis: place of an axis of 1 that only the checkpoint has.
         partner: name of another tensor, of which each row follows one of this; empty if there is none.
-        has_all_experts: it is `[experts, in, out]`, and stored as `[experts, out, in]`.
+        has_all_experts: it has all experts of a layer, stored as `[experts, out, in]`.
+        swaps_experts: it is `[experts, in, out]` in a checkpoint.
     """
 
     tensor: str
@@ -76,6 +77,7 @@ class TensorLocation:
     new_axis: int | None = None
     partner: str = ""
     has_all_experts: bool = False
+    swaps_experts: bool = False
 
     def shape(self, tensor: GgufTensor) -> tuple[int, ...]:
         """Return its shape in a checkpoint."""
@@ -86,7 +88,7 @@ class TensorLocation:
             return (*stored[: self.new_axis], 1, *stored[self.new_axis :])
         if self.partner:
             stored = (stored[0], 2 * stored[1], *stored[2:])
-        if self.has_all_experts and len(stored) == 3:
+        if self.swaps_experts and len(stored) == 3:
             return (stored[0], stored[2], stored[1])
         return stored[::-1] if self.is_transposed else stored
 
@@ -106,6 +108,7 @@ class Naming:
         negative_exps: tensors that are stored as minus their exponentials.
         transposed: tensors that are stored transposed.
         own_names: complete names of other tensors of a layer, by those in the file; matrices have all experts.
+        swaps_experts: these matrices are `[experts, in, out]` in checkpoints, and `[experts, out, in]` in files.
         partners: tensors among these whose rows alternate with those of another one.
         parts: tensors that a checkpoint has in several: name and kind of rows of each.
         drafts: outer names of draft layers, by those in their blocks, which follow the layers.
@@ -122,6 +125,7 @@ class Naming:
     negative_exps: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     own_names: Mapping[str, str] = field(default_factory=dict)
+    swaps_experts: bool = True
     partners: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     drafts: Mapping[str, str] = field(default_factory=dict)
@@ -209,6 +213,17 @@ _GPT_OSS = {name: _ATTENTION[name] for name in _ATTENTION if name != "ffn_norm"}
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
+_GEMMA4 = {
+    **_GEMMA,
+    **_HEAD_NORMS,
+    "ffn_gate_inp": "router.proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _TURNED = {"attn_q": "alternating", "attn_k": "alternating"}
 _DELTA = {
     **{name: _ATTENTION[name] for name in _ATTENTION if name != "ffn_norm"},
@@ -255,6 +270,23 @@ NAMINGS: Mapping[str, Naming] = {
     "qwen3moe": Naming(_OUTER_NAMES, _LAYER_NAMES | _HEAD_NORMS | _EXPERTS),
     "gemma2": Naming(_OUTER_NAMES, _GEMMA, offset=1.0),
     "gemma3": Naming(_OUTER_NAMES, _GEMMA | _HEAD_NORMS, offset=1.0),
+    "gemma4": Naming(
+        {
+            **_OUTER_NAMES,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        _GEMMA4,
+        own_names={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        swaps_experts=False,
+    ),
     "phi3": Naming(_OUTER_NAMES, _PHI3),
     "starcoder2": Naming(_OUTER_NAMES, _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "gpt2": Naming(
@@ -372,6 +404,7 @@ def _named(naming: Naming, name: str, tensor: GgufTensor, orders: _Orders) -> It
                 is_negative_exp=stem in naming.negative_exps,
                 partner=partner and f"blk.{number}.{partner}.{end}",
                 has_all_experts=len(tensor.shape) == 3,
+                swaps_experts=naming.swaps_experts and len(tensor.shape) == 3,
             ),
         )
         return
@@ -550,7 +583,7 @@ class GgufTensors:
         found = parts[0]
         if len(parts) > 1:
             found = np.stack(parts, axis=2).reshape(len(found), -1, *found.shape[2:])
-        return found.swapaxes(1, 2) if place.has_all_experts and name not in self.blocks else found
+        return found.swapaxes(1, 2) if place.swaps_experts and name not in self.blocks else found
 
     def where(self, name: str) -> Path:
         """Return the file that holds a tensor."""

@@ -4,6 +4,7 @@ It works without transformers, whose GGUF reader needs torch.
 
     gpt2     byte-level BPE; `pre` names the expressions that first split a text into words
     llama    SentencePiece's BPE: neighbors that form a token are merged, those with the highest score first
+    gemma4   the same with a list of merges
 
 Control tokens are special tokens. User-defined tokens are matched in any text, the longest first. Texts are split as in
 llama.cpp: without composition of characters (NFC), although the libraries of Qwen and GPT-NeoX do that.
@@ -253,16 +254,17 @@ def read_tokenizer(path: Path) -> GgufTokenizer | None:
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; supported: gpt2, llama")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise Unsupported(f"{path}: tokenizer.ggml.model is {kind!r}; supported: gpt2, llama, gemma4")
     vocabulary = read_vocabulary(file)
     tokens = vocabulary.tokens if kind == "gpt2" else _with_marked_spaces(vocabulary)
     vocab = {token: index for index, token in enumerate(tokens)}
     if kind == "gpt2":
         fast, adds_bos = _byte_level(vocab, file)
     else:
-        fast, adds_bos = _sentence_piece(vocabulary, tokens, vocab, file), True
-    _add_tokens(fast, vocabulary, is_sentence_piece=kind == "llama", is_phi3=file.architecture == "phi3")
+        merges = _scored_merges(vocabulary, tokens, vocab, file) if kind == "llama" else _listed_merges(file, vocab)
+        fast, adds_bos = _sentence_piece(vocabulary, tokens, vocab, merges, file), True
+    _add_tokens(fast, vocabulary, is_sentence_piece=kind != "gpt2", is_phi3=file.architecture == "phi3")
     _add_ends(fast, vocabulary, file, adds_bos)
     templates: list[str | None] = []
     for key in _TEMPLATES:
@@ -335,16 +337,30 @@ def _with_marked_spaces(vocabulary: GgufVocabulary) -> list[str]:
     ]
 
 
-def _sentence_piece(vocabulary: GgufVocabulary, tokens: list[str], vocab: dict[str, int], file: GgufFile) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+def _scored_merges(
+    vocabulary: GgufVocabulary, tokens: list[str], vocab: Mapping[str, int], file: GgufFile
+) -> list[tuple[str, str]]:
+    """Return the merges that form each token, those with the highest score first."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise InvalidArgument(str(file.path), "tokenizer.ggml.scores must have one number for each token")
     order = _merge_order(vocabulary.types, scores)
     pairs = find_merges(tokens, order)
     listed = _pairs(tokens, order, vocab) if pairs is None else pairs.tolist()
-    merges = [(tokens[left], tokens[right]) for left, right in listed]
+    return [(tokens[left], tokens[right]) for left, right in listed]
+
+
+def _sentence_piece(
+    vocabulary: GgufVocabulary,
+    tokens: list[str],
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    file: GgufFile,
+) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if "unknown" not in vocabulary.ids:
+        raise InvalidArgument(str(file.path), "tokenizer.ggml.unknown_token_id is missing")
     unknown = tokens[vocabulary.ids["unknown"]]
     fast = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)

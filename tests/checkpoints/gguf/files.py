@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "ernie4_5": "ERNIE4_5",
     "lfm2": "LFM2",
     "gpt_oss": "GPT_OSS",
+    "gemma4_text": "GEMMA4",
     "qwen3_next": "QWEN3NEXT",
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
@@ -119,7 +120,7 @@ def checkpoint(name: str, **settings: object) -> tuple[Config, Tensors]:
         config["rope_parameters"]["full_attention"].pop("attention_factor")
     if config["model_type"] == "lfm2":
         config["conv_L_cache"] = 3
-    if config["model_type"].startswith("gemma"):
+    if config["model_type"] in ("gemma2", "gemma3_text"):
         config["query_pre_attn_scalar"] = config["head_dim"]
     if config.get("mlp_only_layers"):
         config["mlp_only_layers"] = []
@@ -217,7 +218,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         own["attention.head_count_kv"] = config["num_key_value_heads"]
     if "num_experts" in config or "num_local_experts" in config:
         own["expert_count"] = config.get("num_experts", config.get("num_local_experts"))
-        own["expert_used_count"] = config["num_experts_per_tok"]
+        own["expert_used_count"] = config.get("num_experts_per_tok")
     if "moe_intermediate_size" in config:
         own["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if "shared_expert_intermediate_size" in config:
@@ -244,10 +245,36 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         own["full_attention_interval"] = config.get("full_attention_interval", 4)
     if "mrope_section" in config.get("rope_parameters", {}):
         own["rope.dimension_sections"] = [*config["rope_parameters"]["mrope_section"], 0]
+    if kind == "gemma4_text":
+        own |= _gemma4_metadata(config)
     if kind == "gpt_neox":
         own["use_parallel_residual"] = config.get("use_parallel_residual", True)
-    own |= _rope(config, head_dim)
+    own = _rope(config, head_dim) | own if kind == "gemma4_text" else own | _rope(config, head_dim)
     return {f"{prefix}.{key}": value for key, value in own.items()}
+
+
+def _gemma4_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, inner = config["num_hidden_layers"], config["intermediate_size"]
+    is_windowed = [name == "sliding_attention" for name in config["layer_types"]]
+    num_shared, head_dim, full = config.get("num_kv_shared_layers", 0), config["head_dim"], config["global_head_dim"]
+    own: dict[str, Any] = {
+        "attention.shared_kv_layers": num_shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.sliding_window_pattern": is_windowed,
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+    }
+    for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        own |= {name: full, f"{name}_swa": head_dim}
+    if config.get("use_double_wide_mlp"):
+        own["feed_forward_length"] = [inner * (1 + (index >= num_layers - num_shared)) for index in range(num_layers)]
+    if "num_global_key_value_heads" in config:
+        few, many = config["num_global_key_value_heads"], config["num_key_value_heads"]
+        own["attention.head_count_kv"] = [many if has_window else few for has_window in is_windowed]
+    if "top_k_experts" in config:
+        own["expert_used_count"] = config["top_k_experts"]
+    return own
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
@@ -280,7 +307,9 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """What Llama 3's formula divides the frequency of each pair by."""
+    """What Llama 3's formula divides the frequency of each pair by; pairs that Gemma 4 does not rotate have 1e30."""
+    if config["model_type"] == "gemma4_text":
+        return np.repeat(np.array([1, 1e30], np.float32), np.array([1, 3]) * config["global_head_dim"] // 8)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":
         return None
@@ -314,10 +343,16 @@ def _stored(config: Config, model: Tensors, architecture: gguf.MODEL_ARCH) -> di
             joint = name.replace(numbered[0], numbered[1].replace("norms.", ""))
             experts.setdefault(joint, []).append((name, tensor))
             continue
+        if name.endswith(("router.scale", "per_expert_scale")):
+            layer, stem = name.split(".")[2], "ffn_gate_inp" if "router.scale" in name else "ffn_down_exps"
+            found[f"blk.{layer}.{stem}.scale"] = _changed(config, name, tensor)
+            continue
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         # The package's tables are older than the draft layers of Qwen3.5, which are named as those of GLM 4.5.
         mapped = mapped or gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 16).get_name(name, (".weight",))
         assert mapped is not None, name
+        if name.endswith(("layer_scalar", "gate_up_proj", "experts.down_proj")):
+            mapped += ".weight"
         found[mapped] = _changed(config, name, tensor)
     for name, stack in experts.items():
         mapped = names.get_name(name, try_suffixes=(".weight",))
@@ -454,7 +489,8 @@ def _changed(config: Mapping[str, Any], name: str, tensor: np.ndarray) -> tuple[
         return np.ascontiguousarray(tensor.T), lambda stored: {name: stored.T}
     if "conv.conv" in name:
         return tensor[:, 0], lambda stored: {name: stored[:, None]}
-    if kind.startswith(("gemma", "nemotron", "qwen3_next", "qwen3_5")) and name.endswith("norm.weight"):
+    is_moved = kind.startswith(("gemma", "nemotron", "qwen3_next", "qwen3_5")) and kind != "gemma4_text"
+    if is_moved and name.endswith("norm.weight"):
         return tensor + 1, lambda stored: {name: stored - 1}
     if "shared_expert_gate" in name:
         return tensor[0], lambda stored: {name: stored[None]}

@@ -27,6 +27,7 @@ NAMES = (
     *("gpt2", "gpt_neox", "gpt_neox_sequential", "starcoder2", "starcoder2_unbiased"),
     *("arcee", "smollm3", "granite", "olmo2", "olmo3", "glm4", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere"),
     *("cohere2", "stablelm", "stablelm_parallel", "nemotron", "ernie4_5", "lfm2", "gpt_oss"),
+    *("gemma4_text", "gemma4_keys", "gemma4_moe"),
     *DELTA_RULE,
 )
 

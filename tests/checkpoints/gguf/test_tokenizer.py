@@ -180,6 +180,35 @@ def test_sentence_piece_merges_by_score(text: str, tmp_path: Path) -> None:
     assert found.fast.decode(ids(found.fast, text)) == text
 
 
+@pytest.mark.parametrize("text", ["Once upon the line", "there the other", "naïve 日本", "1234  thethe\n\nx"])
+def test_gemma4_merges_as_listed(text: str, tmp_path: Path) -> None:
+    listed = ["t h", "h e", f"{SPACE} th", "th e", f"{SPACE}th e", "e r", "O n", "c e", "On ce", "l i", "n e", "li ne"]
+    metadata = sentence_piece(model="gemma4", merges=listed, add_space_prefix=False, scores=None)
+    tokens, ranks = (
+        metadata["tokenizer.ggml.tokens"],
+        {tuple(line.split(" ")): rank for rank, line in enumerate(listed)},
+    )
+    want = [1]
+    for part in re.split("(  |\n\n)", text):
+        symbols = [part] if part in ("  ", "\n\n") else list(part.replace(" ", SPACE))
+        while found := [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(symbols)) if pair in ranks]:
+            _, at = min(found)
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        for symbol in symbols:
+            is_known = symbol in tokens
+            want += [tokens.index(symbol)] if is_known else [tokens.index(f"<0x{b:02X}>") for b in symbol.encode()]
+    fast = read(tmp_path, metadata).fast
+    assert ids(fast, text) == want
+    assert fast.decode(want) == text
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_refused(tmp_path: Path) -> None:
+    types = [3, *sentence_piece()["tokenizer.ggml.token_type"][1:]]
+    more = {"model": "gemma4", "merges": ["t h"], "token_type": types, "unknown_token_id": None}
+    with pytest.raises(InvalidArgument, match="unknown_token_id is missing"):
+        read(tmp_path, sentence_piece(**more))
+
+
 @pytest.mark.parametrize("has_prefix", [True, False])
 @pytest.mark.parametrize(
     "text", ["the" + " " * 40 + "on", " " * 33, "  \u2581\u2581 the\u2581on", "\u2581\u2581\u2581", "a   b    c"]

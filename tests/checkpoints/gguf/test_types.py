@@ -17,12 +17,14 @@ from jpaged.checkpoints.gguf.blocks import BLOCK_TYPES, PACKED_TYPES, joint_form
 from jpaged.checkpoints.gguf.file import open_gguf
 from jpaged.checkpoints.gguf.tensors import read_model
 from jpaged.checkpoints.hub import find_folder, read_config, read_scheme
+from jpaged.checkpoints.names import model_leaves
 from jpaged.checkpoints.weights import check_tensors, load_params, open_tensors
 from jpaged.device.linear import LeafPacker, pack_params
 from jpaged.errors import InvalidArgument, Unsupported
 from jpaged.kernels import matmul
 from jpaged.kernels.matmul.quantized import QuantizedMatrix, dequantize
 from jpaged.kernels.matrix_format import MatrixFormat
+from jpaged.models.hf_config import from_hf
 from jpaged.models.layers import Params
 from jpaged.models.model import Model
 from tests.checkpoints.gguf.files import Kinds, checkpoint, of_kind, write_gguf, write_plain
@@ -135,6 +137,23 @@ def test_columns_in_another_order_stay_quantized_if_groups_are_whole(
         pack_params(found, model.config, packer),
         pack_params(params, model.config, packer),
     )
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_experts_of_gemma4_keep_their_blocks(kind: str, tmp_path: Path) -> None:
+    config, _ = checkpoint("gemma4_moe")
+    config |= {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 96}
+    leaves, rng = model_leaves(from_hf(config), ["model.embed_tokens.weight"]), np.random.default_rng(0)
+    shapes = {name: shape for each in (leaves.outer, *leaves.layers) for leaf in each for name, shape in leaf.tensors}
+    tensors = {name: rng.standard_normal(shape, np.float32) / 8 for name, shape in shapes.items()}
+
+    def choose(name: str, shape: tuple[int, ...]) -> str:
+        return of_kind(kind)(name.replace("scale", "norm"), shape)
+
+    plain = write_gguf((config, tensors), tmp_path / "model.gguf", choose)
+    _, params = load(tmp_path / "model.gguf")
+    assert len(quantized(params)) == 6 * 7 + 1
+    assert_same_weights(params, load(write_plain(config, plain, tmp_path / "plain"))[1])
 
 
 def with_value_heads(name: str, tensor: np.ndarray, dim: int) -> np.ndarray:
