@@ -46,13 +46,6 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": NUM_BYTES + 1,
     "eos_token_id": NUM_BYTES + 2,
 }
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "output_router_logits": False,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Mistral": {"sliding_window": None},
@@ -64,8 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "SmolLM3": {},
     "StableLm": {"partial_rotary_factor": 0.25},
-    "Mixtral": _EXPERTS,
-    "Qwen3Moe": _EXPERTS,
+    "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
 }
 """Switches of each family's config class of transformers, beside the common shape."""
 _PENALTIES = (1.0, 1.05, 1.1)

@@ -170,7 +170,7 @@ _REPLACED_ROWS = re.compile(
 _SAVED_MODULE = re.compile(
     r"base_model\.model\.([\w.]+?\.)??(?P<word>\w+)(\.base_layer|\.modules_to_save(\.default)?)?\.weight"
 )
-_OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder"})
+_OUTER = frozenset({"model", "language_model", "transformer", "gpt_neox", "decoder", "backbone"})
 """Possible prefixes of a layer's name, depending on the class of the trained model."""
 
 

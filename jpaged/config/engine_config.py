@@ -307,7 +307,8 @@ class EngineConfig:
         Raises:
             InvalidArgument: names the first such option.
         """
-        self._refuse(self._unshared, f"{architecture} has recurrent state")
+        allowed = {name: value for name, value in self._unshared.items() if name != "enable_lora"}
+        self._refuse(allowed, f"{architecture} has recurrent state")
 
     @property
     def _unshared(self) -> dict[str, tuple[object, object]]:

@@ -69,9 +69,11 @@ class AdaptedPlace:
 
     @property
     def num_groups(self) -> int:
-        """Groups of columns with a share of every part: the key/value heads, if queries, keys and values are parts."""
-        heads = self.leaves[0].heads
-        return 1 if heads is None or self.num_parts == 1 else heads.num_kv_heads
+        """Groups of columns with a share of every part, such as the key/value heads of queries, keys and values."""
+        leaf = self.leaves[0]
+        if self.num_parts == 1:
+            return 1
+        return leaf.num_groups if leaf.heads is None else leaf.heads.num_kv_heads
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """Return the shapes of one adapter's a, and of b for each part, without an axis of layers."""
@@ -83,6 +85,8 @@ class AdaptedPlace:
         columns: tuple[int, ...] = (math.prod(out) // num_parts,) * num_parts
         if heads is not None and num_parts > 1:
             columns = heads.outputs
+        elif self.num_groups > 1:
+            columns = tuple(shape[0] for _, shape in self.leaves[0].tensors)
         return (self.num_parts * rank, width), tuple((rank, num) for num in columns)
 
     def vector_shapes(self) -> tuple[tuple[int, ...], ...]:

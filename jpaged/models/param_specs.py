@@ -39,6 +39,7 @@ class Leaf:
         heads: the heads along the axis named "kv_heads".
         dtype: of the numbers, whatever the model's; None is the model's.
         num_unused: numbers that no tensor has.
+        num_groups: groups of columns, each with a share of the outputs of every tensor, in order.
     """
 
     path: tuple[str, ...]
@@ -50,6 +51,7 @@ class Leaf:
     heads: GroupedHeads | None = None
     dtype: np.dtype | None = None
     num_unused: int = 0
+    num_groups: int = 1
 
 
 def same(path: tuple[str, ...], name: str, axes: LogicalAxes, shape: tuple[int, ...]) -> Leaf:

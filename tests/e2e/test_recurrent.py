@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jpaged import TokensPrompt
+from jpaged import LoRARequest, TokensPrompt
 from jpaged.checkpoints.weights import load_params
 from jpaged.device.executor import JaxExecutor
 from jpaged.engine.engine import Engine
@@ -35,6 +35,7 @@ from tests.e2e.rig import engine_of, open_llm, random_prompts
 from tests.e2e.sharing_rig import VOCAB_SIZE, Rig, make_executor
 from tests.engine.proposing import Always, Guesses, InTurn
 from tests.models import dense
+from tests.models.adapters import TinyAdapter
 from tests.models.eagle_heads import HeadSizes, random_head
 from tests.models.eagle_heads import write as write_head
 from tests.models.tiny import tiny_case, write_checkpoint
@@ -209,9 +210,38 @@ def test_a_model_with_state_is_served_with_what_it_supports(tmp_path: Path) -> N
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
         outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     assert list(outputs[0]) == golden["tokens"][:24]
-    for name, value in (("enable_lora", True), ("context_parallel_size", 2)):
-        with pytest.raises(InvalidArgument, match=f"{name}: is {value}, but Lfm2ForCausalLM has recurrent state"):
-            open_llm(folder, **{**options, "data_parallel_size": 1, name: value}).__enter__()
+    with pytest.raises(InvalidArgument, match="context_parallel_size: is 2, but Lfm2ForCausalLM has recurrent state"):
+        open_llm(folder, **{**options, "data_parallel_size": 1, "context_parallel_size": 2}).__enter__()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "num_devices"), [("qwen3_5_text", 1), ("qwen3_5_text", 2), ("lfm2", 2)])
+def test_rows_of_several_adapters_have_their_own_state(name: str, num_devices: int, tmp_path: Path) -> None:
+    """Tokens are those of merged checkpoints: in mixed batches, in chunks, preempted, and behind cached prefixes."""
+    case = tiny_case(name)
+    adapters = [TinyAdapter(case, "all"), TinyAdapter(case, "some", 5, 2.0, "in_proj|q_proj")]
+    model, cached = Model(from_hf(case.config), np.dtype(np.float32)), list[int]()
+    folders = [write_checkpoint(case, tmp_path / "base")]
+    folders += [adapter.write_merged(tmp_path / f"{adapter.name}-merged") for adapter in adapters]
+    tree = [load_params(model, folder, "loop") for folder in folders]
+    asked = list(itertools.product(range(3), (3, 6, 7)))
+    want = [dense.greedy(model, tree[own], PROMPTS[prompt], NUM_TOKENS) for own, prompt in asked]
+    assert len(set(map(tuple, want))) == len(asked)
+    options: dict[str, Any] = {"num_blocks": 20, "max_num_seqs": 6, "max_num_batched_tokens": 16, "block_size": 8}
+    options |= {"enable_lora": True, "max_lora_rank": 5, "max_loras": 2, "state_checkpoint_interval": 8}
+    options |= {"max_model_len": 128, "skip_tokenizer_init": True, "tensor_parallel_size": num_devices}
+    with open_llm(folders[0], **options) as llm:
+        written = [one.write(tmp_path / one.name) for one in adapters]
+        requests = [None, *(LoRARequest(path, i, path) for i, path in enumerate(written, 1))]
+        prompts = [TokensPrompt(prompt_token_ids=PROMPTS[prompt]) for _, prompt in asked]
+        outputs = llm.generate(prompts, KINDS["greedy"], lora_request=[requests[own] for own, _ in asked])
+        assert [list(output.outputs[0].token_ids) for output in outputs] == want
+        for i in (5, 8, 5):  # the same prompt with one adapter, with another, and again
+            (output,) = llm.generate(prompts[i], KINDS["greedy"], lora_request=requests[asked[i][0]])
+            assert list(output.outputs[0].token_ids) == want[i]
+            cached.append(output.num_cached_tokens)
+        assert cached[2] > 0
+        assert llm._serving.engine.load().num_preemptions > 0
 
 
 @pytest.mark.long

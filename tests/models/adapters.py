@@ -49,7 +49,7 @@ class TinyAdapter:
         config = from_hf(self.case.config)
         places = adapted_places(config, "loop", has_output=self.has_output, has_input=self.has_input)
         names = [name.removesuffix(".weight") for place in places for leaf in place.leaves for name, _ in leaf.tensors]
-        return [name for name in names if re.search(self.modules, name)]
+        return [name for name in dict.fromkeys(names) if re.search(self.modules, name)]
 
     def config(self) -> dict[str, object]:
         """As PEFT writes it, with fields that are without effect."""
@@ -83,7 +83,7 @@ class TinyAdapter:
         """Under the names that PEFT gives them."""
         stored, found = tensors(self.case), dict[str, np.ndarray]()
         for module in self.module_names():
-            shape = self._stored(stored, module).shape
+            shape = stored[self._find(stored, module)].shape
             num_out, width = shape[::-1] if self.is_transposed else shape
             rng = np.random.default_rng(zlib.crc32(f"{self.case.name}/{self.name}/{module}".encode()))
             prefix = f"base_model.model.{module}"
@@ -111,9 +111,10 @@ class TinyAdapter:
         return {which: f"base_model.model.{module}.{form.format(which)}" for which in "AB"}
 
     @staticmethod
-    def _stored(stored: Mapping[str, np.ndarray], module: str) -> np.ndarray:
-        """A module's weight; that of a tied lm_head is the embedding."""
-        return stored[f"{module}.weight"] if f"{module}.weight" in stored else stored["model.embed_tokens.weight"]
+    def _find(stored: Mapping[str, np.ndarray], module: str) -> str:
+        """The name of a module's weight, which a checkpoint may have renamed; without one, that of the embedding."""
+        renamed = (module, module.replace("model.", "backbone.", 1), module.replace(".mlp.", ".block_sparse_moe."))
+        return next((f"{name}.weight" for name in renamed if f"{name}.weight" in stored), f"{EMBEDDING}.weight")
 
     def write(self, folder: Path, **changed: object) -> str:
         """Writes the folder, with other values in its config; its path."""
@@ -140,8 +141,8 @@ class TinyAdapter:
             if module == EMBEDDING:
                 merged[f"{module}.weight"] = (merged[f"{module}.weight"] + delta.T).astype(np.float32)
                 continue
-            name, prefix = f"{module}.weight", f"base_model.model.{module}"
-            stored = self._stored(merged, module)
+            name, prefix = self._find(merged, module), f"base_model.model.{module}"
+            stored, name = merged[name], f"{module}.weight" if name == f"{EMBEDDING}.weight" else name
             weight = (stored.T if self.is_transposed else stored) + delta
             if (magnitudes := own.get(f"{prefix}.lora_magnitude_vector")) is not None:
                 weight = weight * (magnitudes / np.linalg.norm(weight, axis=1))[:, None]

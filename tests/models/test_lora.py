@@ -46,6 +46,13 @@ CASES = (
     "gpt_oss",
     "deepseek_v3",
     "opt_post_norm",
+    "lfm2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "granitemoehybrid",
+    "mamba2",
+    "nemotron_h",
 )
 
 
@@ -104,7 +111,9 @@ def check(name: str, tmp_path: Path, how: str, *forms: dict[str, object]) -> Non
         want = dense.logits(model, merged, jnp.asarray(case.prompt(), jnp.int32), case.prompt_len, layer_mode)
         assert np.abs(want - base).max() > 0.05, "it does something"
         got = logits_of(model, params, case.prompt(), slot, layer_mode)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+        # The delta rule enlarges what norms are rounded by.
+        is_rounded = bool(forms) and name == "qwen3_5_text"
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 if is_rounded else 1e-4)
 
 
 @pytest.mark.parametrize(("name", "how"), [("llama_gqa_bias", "packed"), ("phi3_short", "scan"), ("gpt2", "xla")])
@@ -123,6 +132,7 @@ def test_logits_are_those_of_the_merged_checkpoint(name: str, how: str, tmp_path
         pytest.param("gpt2", "packed", (DORA, BIASES), marks=pytest.mark.long),
         pytest.param("falcon_groups", "packed", ({"use_dora": True},), marks=pytest.mark.long),
         pytest.param("deepseek_v3", "scan", ({"use_dora": True},), marks=pytest.mark.long),
+        pytest.param("qwen3_5_text", "scan", ({"use_dora": True},), marks=pytest.mark.long),
     ],
 )
 def test_dora_and_biases_run_next_to_plain_adapters(

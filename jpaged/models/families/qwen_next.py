@@ -309,7 +309,8 @@ def grouped_columns(config: DecoderConfig, path: str, outputs: dict[str, tuple[i
         transpose(grouped.reshape(-1, grouped.shape[2]), out)  # scales have fewer columns than weights
 
     tensors = tuple((name, (sum(sizes), width)) for name, sizes in outputs.items())
-    return Leaf(("attention", path, "kernel"), ("embed", "heads"), shape, tensors, pack, (1, None))
+    axes = "embed", "heads"
+    return Leaf(("attention", path, "kernel"), axes, shape, tensors, pack, (1, None), num_groups=num_heads)
 
 
 def grouped_taps(names: Sequence[str], delta: DeltaShape, num_taps: int) -> Leaf:
