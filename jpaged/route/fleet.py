@@ -42,6 +42,8 @@ _LOG = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 """Interval of due queries."""
+_CLOSE_GRACE_S = 5.0
+"""The last calls of a dropped server have this time between their last message, which ends them, and their status."""
 _LOOKS_A_LIST = 4
 """The list of targets is read once a second."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0
@@ -211,7 +213,7 @@ class BackendPool:
             group.create_task(self._follow_lists())
             while True:
                 self.endpoints.look()
-                await self._let_go()
+                self._let_go()
                 await asyncio.sleep(LOOK_S)
 
     async def _follow_lists(self) -> None:
@@ -263,13 +265,20 @@ class BackendPool:
             member.following.cancel()
         self._leaving.append(member)
 
-    async def _let_go(self) -> None:
+    def _let_go(self) -> None:
         """Close the connections of dropped servers without open calls."""
         for member in [one for one in self._leaving if not one.endpoint.num_open]:
             self._leaving.remove(member)
-            await member.endpoint.channel.close()
-            if member.name not in self.members:
-                self.counts.forget(member.name)
+            self._start(self._disconnect(member))
+
+    async def _disconnect(self, member: Backend) -> None:
+        channel = member.endpoint.channel
+        try:
+            await channel.close(_CLOSE_GRACE_S)
+        finally:
+            await channel.close()  # without the rest of the grace, if the router stops
+        if member.name not in self.members:
+            self.counts.forget(member.name)
 
     async def _follow(self, member: Backend) -> None:
         """Watch one server's health as long as it is named."""

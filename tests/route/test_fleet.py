@@ -24,6 +24,7 @@ from jpaged.route import fleet, relay
 from jpaged.route import router as router_module
 from jpaged.route.methods import channel_methods
 from jpaged.route.targets import BackendTargets, read_targets
+from jpaged.server import servicer
 from jpaged.testing import FakeExecutor
 from jpaged.types import SamplingParams
 from tests.access.test_keys import FILE, TOKEN
@@ -214,6 +215,33 @@ async def test_a_file_of_targets_is_followed_and_a_broken_one_changes_nothing(tm
             await eventually(lambda: "were not reloaded" in caplog.text)
         assert len(router.states()) == 2
         assert await collect(router.inference.Generate(request()))
+
+
+async def test_a_stream_ends_whose_server_is_dropped_between_its_last_message_and_its_status(tmp_path, monkeypatch):
+    until, generate = asyncio.Event(), servicer.InferenceServicer.Generate
+
+    async def slow(*args: Any) -> None:
+        await generate(*args)
+        await until.wait()
+
+    monkeypatch.setattr(servicer.InferenceServicer, "Generate", slow)
+    monkeypatch.setattr(fleet, "_CLOSE_GRACE_S", 300.0)
+    path = tmp_path / "targets"
+    async with server() as first, server() as second:
+        path.write_text(first.target)
+        async with routed(wait_for=1, targets_file=str(path)) as router:
+            call = router.inference.Generate(request(max_tokens=3))
+            while not (await call.read()).is_last:
+                pass
+            channel = router.router.fleet.members[first.target].endpoint.channel
+            path.write_text(second.target)
+            await eventually(lambda: router.states() == {second.target: ""})
+            assert channel.get_state() is grpc.ChannelConnectivity.READY
+            until.set()
+            async with asyncio.timeout(300):
+                assert await call.read() is aio.EOF
+                assert await call.code() is grpc.StatusCode.OK
+            await eventually(lambda: channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
 
 
 async def test_all_addresses_of_a_name_are_targets():
