@@ -8,7 +8,9 @@
 Each prints a line of JSON: the requests, how many of them had the tokens of one server without any of this (`equal`),
 the prompt tokens that were transferred instead of computed (`hits`), and the bytes per second of transfers, of which
 those of Mooncake include waits for a processor. `trace` has the cached share of all prompts beside that of one server
-with as much memory. The command fails if a token is another, or if nothing was transferred.
+with as much memory. Its model is a generated one of 386 million parameters, because the demo model computes a turn
+about as fast as a turn is loaded, and servers then compute. The command fails if a token is another, or if nothing was
+transferred.
 
     python -m benchmarks.roles.fleet [--model demo] [--requests 96] [--transports grpc jax mooncake trace]
 """
@@ -35,11 +37,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.checkpoints import SHAPES, make
+from benchmarks.record import save
 from benchmarks.roles.transports import _PORT, read_counters
 from jpaged.client import Client
 from jpaged.types import SamplingParams
 
-_COMMON = ("--port", "0", "--metrics-port", "0", "--max-num-seqs", "4", "--dtype", "float32", "--block-size", "16")
+_COMMON = ("--port", "0", "--metrics-port", "0", "--max-num-seqs", "4", "--block-size", "16")
 _ALWAYS = ("--prefill-min-tokens", "32", "--prefill-policy", "always")
 _NUM_CALLS = 4
 _START_S = 600.0
@@ -268,6 +272,12 @@ def run_mooncake(model: str, folder: Path, rounds: Sequence[Sequence[Call]], wan
     return {**line, "fallbacks": int(counters["external_fallbacks"])}
 
 
+def make_model(folder: Path) -> str:
+    """Writes a model that computes a turn more slowly than the turn is loaded; returns its folder."""
+    make(SHAPES["M"], folder / "M")
+    return str(folder / "M")
+
+
 def run_trace(model: str, folder: Path) -> dict[str, Any]:
     """Returns the cached share of conversations whose turns go to three servers, beside that of one."""
     master = Master(folder)
@@ -328,28 +338,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check and measure fleets over each transport of KV blocks.")
     names = ("grpc", "jax", "mooncake", "trace")
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--trace-model", help="model of trace (default: a generated one)")
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--transports", nargs="+", choices=names, default=names)
+    parser.add_argument("--record", action="store_true", help="write the lines to benchmarks/results")
     arguments = parser.parse_args()
     model, rounds, is_right = arguments.model, make_rounds(arguments.requests), True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wanted: Told = []
+        lines: list[dict[str, Any]] = []
         hits: dict[str, int] = {}
         if {*arguments.transports} != {"trace"}:
             with serving(model, folder, ()) as alone:
                 wanted = send(alone, rounds)
         for transport in arguments.transports:
             if transport == "trace":
-                line = run_trace(model, folder)
+                line = run_trace(arguments.trace_model or make_model(folder), folder)
             elif transport == "mooncake":
                 line = run_mooncake(model, folder, rounds, wanted)
             else:
                 line = run_roles(model, folder, transport, rounds, wanted)
             print(json.dumps(line), flush=True)
+            lines.append(line)
             is_right = is_right and line["equal"] == line["requests"]
             store = "mooncake" if transport == "trace" else transport
             hits[store] = hits.get(store, 0) + line["hits"]
+    if arguments.record:
+        save("fleet_transports", "make fleet ARGS=--record", {"lines": lines})
     return 0 if is_right and all(hits.values()) else 1
 
 
