@@ -13,6 +13,7 @@ about as fast as a turn is loaded, and servers then compute. The command fails i
 transferred.
 
     python -m benchmarks.roles.fleet [--model demo] [--requests 96] [--transports grpc jax mooncake trace]
+        [--trace-model MODEL] [--record]
 """
 
 from __future__ import annotations

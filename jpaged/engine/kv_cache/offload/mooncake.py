@@ -353,7 +353,7 @@ class MooncakeCalls:
                         break
             else:
                 return False
-        except Exception:
+        except Exception:  # from Mooncake's bindings, which document none: it connects again later
             logger.exception("KV connector MooncakeStoreConnector: the client failed")
             return False
         logger.info("KV connector MooncakeStoreConnector: connected to master %s", self._options.master_server_address)
